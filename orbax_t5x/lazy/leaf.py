@@ -18,6 +18,7 @@ from orbax_t5x.errors import CheckpointError, error_at
 from orbax_t5x.lazy.box import Box, union_size
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.storage.crc import CRC32C, Crc
+from orbax_t5x.storage.store import StoredFile
 
 
 class Request(NamedTuple):
@@ -29,6 +30,14 @@ class Request(NamedTuple):
 
     box: Box
     out: np.ndarray
+
+
+class Extent(NamedTuple):
+    """Bytes [start, stop) of a file."""
+
+    file: StoredFile
+    start: int
+    stop: int
 
 
 class Checksums(abc.ABC):
@@ -148,6 +157,14 @@ class BlockingLeaf(Leaf):
     """A leaf that can be read by blocking calls, for a caller that has a thread of its own."""
 
     __slots__ = ()
+
+    @property
+    def extent(self) -> Extent | None:
+        """The bytes of a file that a read of the whole leaf needs, or None for several files or unknown bytes.
+
+        Small leaves whose extents are near are read together, from one window of the file.
+        """
+        return None
 
     @abc.abstractmethod
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:

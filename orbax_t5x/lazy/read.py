@@ -1,25 +1,37 @@
-"""Reads boxes of nodes outside a plan, for `View.get()`.
+"""Reads of many leaves, for executions and for `View.get()`.
 
-Leaves are read on the read thread of the process (`concurrency`). Memory: the buffers given, what lowering needs
-beside them, nothing else. Checksums of what is read are checked ("touched").
+Small leaves that are near in a file are read by windows of it (`storage.windows`), in the order of the file, with one
+proof that it has not changed. Outside a plan, leaves are read on the read thread of the process (`concurrency`).
+Memory: the buffers given, what lowering needs beside them, one window per thread. Checksums of what `View.get()` reads
+are checked ("touched").
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from orbax_t5x.concurrency import run_on_read_thread, wait_all
+from orbax_t5x.concurrency import reader_pool, run_in_pool, run_on_read_thread, wait_all, waiting_pool
+from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, Extent, Leaf, Request
 from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
 from orbax_t5x.lazy.value import ValueLeaf
 from orbax_t5x.storage.memory import naming_memory_errors
+from orbax_t5x.storage.store import StoredFile
+from orbax_t5x.storage.windows import MAX_GAP_BYTES, Window, holding, read_windows, windows_of
+
+# Larger leaves are read straight into their buffers: a copy would cost more than a read of their own.
+_SHARED_BYTES = 1 << 18
+
+LeafReads = tuple[Leaf, list[Request]]
+"""A leaf, with all that is wanted of it."""
 
 
-def group_reads(reads: Iterable[tuple[Leaf, Request]]) -> list[tuple[Leaf, list[Request]]]:
+def group_reads(reads: Iterable[tuple[Leaf, Request]]) -> list[LeafReads]:
     """Groups requests by leaf, leaves in order of their first request."""
     groups: dict[Leaf, list[Request]] = {}
     for leaf, request in reads:
@@ -27,14 +39,93 @@ def group_reads(reads: Iterable[tuple[Leaf, Request]]) -> list[tuple[Leaf, list[
     return list(groups.items())
 
 
-async def read_leaves(groups: Sequence[tuple[Leaf, list[Request]]], stats: ReadStats) -> None:
+async def read_leaves(groups: Sequence[LeafReads], stats: ReadStats) -> None:
     """Reads and verifies leaves at the same time; the first failure cancels the others and is raised."""
-    await wait_all(_read_leaf(leaf, requests, stats) for leaf, requests in groups)
+    await read_all(groups, stats)
+    await wait_all(leaf.verify_checksum(stats, stats.ranges(leaf)) for leaf, _ in groups)
 
 
-async def _read_leaf(leaf: Leaf, requests: list[Request], stats: ReadStats) -> None:
-    await leaf.read_into(requests, stats)
-    await leaf.verify_checksum(stats, stats.ranges(leaf))
+async def read_all(reads: Iterable[LeafReads], stats: ReadStats) -> None:
+    """Reads leaves at the same time, small neighbours in a file together; nothing is verified."""
+    neighbours, rest = _neighbours(reads)
+    pool = waiting_pool() if any(leaf.is_remote for some in neighbours for leaf, _ in some) else reader_pool()
+    together = [run_in_pool(pool, _read_neighbours, some, stats) for some in neighbours]
+    await wait_all([*together, *(leaf.read_into(requests, stats) for leaf, requests in rest)])
+
+
+def read_all_blocking(reads: Iterable[LeafReads], stats: ReadStats, is_stopped: Callable[[], bool]) -> bool:
+    """Does `read_all` for leaves that block, in the calling thread; returns False if it was stopped."""
+    neighbours, rest = _neighbours(reads)
+    for some in neighbours:
+        if is_stopped():
+            return False
+        _read_neighbours(some, stats)
+    for leaf, requests in rest:
+        if is_stopped():
+            return False
+        assert isinstance(leaf, BlockingLeaf), "all leaves here block"
+        leaf.read_blocking(requests, stats)
+    return True
+
+
+def _neighbours(reads: Iterable[LeafReads]) -> tuple[list[list[LeafReads]], list[LeafReads]]:
+    """Divides reads into those of small whole leaves, by file, and the rest."""
+    by_file: dict[StoredFile, list[LeafReads]] = {}
+    rest: list[LeafReads] = []
+    for leaf, requests in reads:
+        extent = _shared_extent(leaf, requests)
+        (rest if extent is None else by_file.setdefault(extent.file, [])).append((leaf, requests))
+    for file, some in list(by_file.items()):
+        if len(some) == 1:
+            rest += by_file.pop(file)
+    return list(by_file.values()), rest
+
+
+def _shared_extent(leaf: Leaf, requests: Sequence[Request]) -> Extent | None:
+    """Returns the extent of a small leaf of which about all is wanted, or None."""
+    extent = leaf.extent if isinstance(leaf, BlockingLeaf) and leaf.error is None else None
+    if extent is None or extent.stop - extent.start > _SHARED_BYTES:
+        return None
+    if any(request.out.shape == leaf.shape for request in requests):
+        return extent
+    wanted = leaf.bytes_of(tuple([request.box for request in requests]))
+    return extent if extent.stop - extent.start - wanted < MAX_GAP_BYTES else None
+
+
+def _read_neighbours(reads: Sequence[LeafReads], stats: ReadStats) -> None:
+    """Reads small leaves of one file by windows, and proves once that it has not changed; blocks.
+
+    A window that cannot be read is read again leaf by leaf, so that the error names the right one.
+    """
+    extents = [leaf.extent for leaf, _ in reads if isinstance(leaf, BlockingLeaf) and leaf.extent is not None]
+    file = extents[0].file
+    windows = list(windows_of([(start, stop) for _, start, stop in extents]))
+    left = deque(windows)
+    try:
+        for window, data in read_windows(file, windows, leaf=reads[0][0].name):
+            with holding(file, window.start, data):
+                gaps = window.size - _read_members(window, reads, extents, stats)
+            stats.count(0, gaps)
+            left.popleft()
+    except CorruptCheckpointError as error:
+        file.check_unchanged(leaf=error.leaf)
+        for window in left:
+            _read_members(window, reads, extents, stats)
+        raise
+    file.check_unchanged(leaf=reads[0][0].name)
+
+
+def _read_members(window: Window, reads: Sequence[LeafReads], extents: Sequence[Extent], stats: ReadStats) -> int:
+    """Reads the leaves of a window; returns the bytes that their extents cover."""
+    covered, end = 0, window.start
+    for number in window.members:
+        leaf, requests = reads[number]
+        assert isinstance(leaf, BlockingLeaf)
+        leaf.read_blocking(requests, stats)
+        _, start, stop = extents[number]
+        covered += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return covered
 
 
 def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:

@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.leaf import Checksums, Request
+from orbax_t5x.lazy.box import Box, full_box
+from orbax_t5x.lazy.leaf import Checksums, Extent, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, read_unchanged
 from orbax_t5x.readers.ranges.strided import StridedRange
 from orbax_t5x.readers.zip_members import Archive, member_bytes
 from orbax_t5x.storage.crc import CRC32
+from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 
 class ZipLeaf(RangeLeaf):
     """An array in one member of an archive."""
 
-    __slots__ = ("_crc", "_head", "_member", "_range")
+    __slots__ = ("_archive", "_crc", "_head", "_member", "_name", "_range")
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class ZipLeaf(RangeLeaf):
         """
         super().__init__(name, archive.file.path, shape, dtype)
         stored = member_bytes(archive, member, name)
+        self._archive, self._name = archive, member
         self._range = StridedRange(stored, offset, shape, strides, dtype, swap=swap, kind=CRC32)
         self._member = ByteRange(stored, 0, (archive.members[member].size,), np.dtype(np.uint8), kind=CRC32)
         self._crc = archive.members[member].crc
@@ -53,6 +55,12 @@ class ZipLeaf(RangeLeaf):
     @property
     def checksums(self) -> Checksums | None:
         return None if self._crc is None else RangeChecksums(self, [(self._member, self._crc)], CRC32)
+
+    @property
+    def extent(self) -> Extent | None:
+        extent = self._archive.extent(self._name)
+        beside = extent.stop - extent.start - self._range.bytes_of((full_box(self.shape),))
+        return extent if beside < MAX_GAP_BYTES else None
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         return self._range.bytes_of(boxes)

@@ -7,19 +7,20 @@ directory when the member is first read.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
+from orbax_t5x.lazy.leaf import Extent
 from orbax_t5x.readers.hub_files import LFS_POINTER, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.extents import ByteExtent, DeferredExtents, JoinedExtents
 from orbax_t5x.storage.crc import CRC32
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.store import StoredFile
+from orbax_t5x.storage.windows import read_windows, windows_of
 
 STORED, DEFLATED = 0, 8
 # A remote file up to this size is fetched whole: its members are all over it.
@@ -95,16 +96,22 @@ class Archive:
             raise self.corrupt(f"the member {name!r} is compressed, and can only be read whole")
         return self.local_start(name)
 
+    def extent(self, name: str) -> Extent:
+        """Returns the bytes of a member with its local header, up to the next one."""
+        start = self.members[name].header
+        return Extent(self.file, start, self._stops[start])
+
     def read_heads(self, size: int) -> dict[str, bytes]:
-        """Reads the first bytes of each member, local header included: a remote store overlaps its requests."""
-        ranges = {name: min(size, self._directory_start - member.header) for name, member in self.members.items()}
-        file = self.file.ahead((self.members[name].header, length) for name, length in ranges.items())
+        """Reads the first bytes of each member, local header included: those of small ones together."""
+        names = list(self.members)
+        starts = [member.header for member in self.members.values()]
+        ranges = [(start, min(start + size, self._stops[start])) for start in starts]
         heads: dict[str, bytes] = {}
-        for name, length in ranges.items():
-            head = np.empty(length, np.uint8)
-            file.read_into(self.members[name].header, [head])
-            heads[name] = head.tobytes()
-        self.index_bytes += sum(ranges.values())
+        for window, data in read_windows(self.file, windows_of(ranges)):
+            self.index_bytes += window.size
+            for number in window.members:
+                start, stop = ranges[number]
+                heads[names[number]] = data[start - window.start : stop - window.start].tobytes()
         return heads
 
     def near(self, offset: int, size: int, start: int, data: bytes) -> bytes:
@@ -230,7 +237,9 @@ class Archive:
     def _check_extents(self, stop: int) -> None:
         """Proves that the members begin with the file, share no byte and end before the directory."""
         reached = 0
-        for number, member in enumerate(sorted(self.members.values())):
+        members = sorted(self.members.values())
+        self._stops = dict(itertools.pairwise([*(member.header for member in members), stop]))
+        for number, member in enumerate(members):
             if member.header < reached or (not number and member.header):
                 raise self.corrupt(f"the member {member.name!r} overlaps another one, or something precedes it")
             reached = member.header + _LOCAL.size + len(member.name) + member.stored

@@ -30,6 +30,7 @@ from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.paths import FileIdentity, Root, io_error
 from orbax_t5x.storage.store import OpenFiles
 from orbax_t5x.storage.transcript import Viewpoint, current_transcript, observed
+from orbax_t5x.storage.windows import fill_held, is_held
 
 # Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
 _MAX_OPEN_FILES = 64
@@ -60,6 +61,9 @@ class File:
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Fills buffers (contiguous, of any dtype) with bytes as they are, one after the other, from `offset`."""
+        if is_held(self) and fill_held(self, offset, buffers):
+            self.require_open()
+            return
         fd = self._files.acquire(self, leaf)
         try:
             if len(buffers) <= _MAX_BUFFERS:
@@ -91,7 +95,8 @@ class File:
 
         It costs one `fstat`. A file that is the same then was the same before.
         """
-        observed(["unchanged", self.path, leaf], lambda: self._check_unchanged(leaf))
+        if not is_held(self):
+            observed(["unchanged", self.path, leaf], lambda: self._check_unchanged(leaf))
 
     def _check_unchanged(self, leaf: str | None) -> None:
         fd = self._files.acquire(self, leaf)

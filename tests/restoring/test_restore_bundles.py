@@ -129,7 +129,7 @@ def test_one_tower_reads_that_tower(goldens):
             if name.startswith("encoder/") and "_slot_" not in name and "embedding" not in name
         )
     assert plan.report.bytes_read == plan.bytes_to_read == wanted
-    assert plan.report.gap_bytes <= 0.02 * wanted
+    assert plan.report.gap_bytes < 4096
 
 
 def test_damage_names_file_and_leaf(goldens, tmp_path):

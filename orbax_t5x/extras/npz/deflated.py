@@ -10,13 +10,14 @@ import numpy as np
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, error_at
 from orbax_t5x.extras.npz.header import ArrayHeader
 from orbax_t5x.lazy.box import box_slices, union_size
-from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.lazy.leaf import Extent, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.leaf import RangeLeaf
 from orbax_t5x.readers.ranges.scatter import Elements
 from orbax_t5x.readers.zip_members import Archive
 from orbax_t5x.storage.crc import CRC32
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.windows import WINDOW_BYTES
 
 _READ_BYTES = 1 << 20
 # A raw stream without the header and the checksum of zlib.
@@ -50,6 +51,12 @@ class DeflatedLeaf(RangeLeaf):
     @property
     def chunk_checksum(self) -> str | None:
         return None if self._archive.members[self._member].crc is None else "zip"
+
+    @property
+    def extent(self) -> Extent | None:
+        # What is decompressed together with others takes no memory that `read_into` would have to wait for.
+        is_small = self._archive.members[self._member].size <= WINDOW_BYTES
+        return self._archive.extent(self._member) if is_small else None
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         size = self._archive.members[self._member].size

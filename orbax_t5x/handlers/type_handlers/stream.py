@@ -23,7 +23,7 @@ from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.chunks import ChunkPreferences, choose_chunk, grid_boxes
-from orbax_t5x.lazy.read import group_reads
+from orbax_t5x.lazy.read import group_reads, read_all
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.storage.limits import check_memory_limit
@@ -181,7 +181,7 @@ async def read_block(
     out = empty_array(box_shape(box), view.dtype)
     lowered = view.lower(box, out)
     reads = group_reads(lowered.reads)
-    await wait_all((snapshots or {}).get(leaf, leaf).read_into(requests, stats) for leaf, requests in reads)
+    await read_all([((snapshots or {}).get(leaf, leaf), requests) for leaf, requests in reads], stats)
     for finish in lowered.finish:
         finish()
     return out

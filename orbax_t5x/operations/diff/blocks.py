@@ -20,7 +20,7 @@ from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View, full_box
 from orbax_t5x.lazy.box import box_shape, box_size
 from orbax_t5x.lazy.chunks import choose_chunk, grid_boxes
-from orbax_t5x.lazy.read import group_reads
+from orbax_t5x.lazy.read import group_reads, read_all
 from orbax_t5x.operations.diff.values import Tolerance, ValueDifference, compare_values, scratch_bytes
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 from orbax_t5x.text.progress_bar import OnProgress
@@ -122,7 +122,7 @@ class _BlockComparison:
             with naming_memory_errors(first.path, first.name):
                 out = empty_array(box_shape(box), view.dtype)
                 lowered = view.lower(box, out)
-            await wait_all(leaf.read_into(requests, self._stats) for leaf, requests in group_reads(lowered.reads))
+            await read_all(group_reads(lowered.reads), self._stats)
             if lowered.finish:
                 await run_in_pool(reader_pool(), partial(_run_steps, lowered.finish))
             buffers[side] = out

@@ -29,11 +29,8 @@ from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides,
 from orbax_t5x.readers.ranges.extents import StoredBytes
 from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
 from orbax_t5x.storage.crc import CRC32C, Crc
+from orbax_t5x.storage.windows import MAX_GAP_BYTES, WINDOW_BYTES
 
-# Contract: byte-range formats may read over gaps below this.
-MAX_GAP_BYTES = 4096
-# One read and its checksum. Larger falls out of a core's cache between the two, smaller pays for more system calls.
-WINDOW_BYTES = 1 << 20
 # What one thread takes at a time of a large array.
 _JOB_BYTES = 16 << 20
 

@@ -11,10 +11,11 @@ import numpy as np
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Extent, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome, StoredRange
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
+from orbax_t5x.readers.ranges.extents import extent_of
 from orbax_t5x.readers.ranges.strided import StridedRange
 from orbax_t5x.storage.crc import CRC32C, Crc
 from orbax_t5x.storage.locations import is_url
@@ -56,6 +57,10 @@ class ByteRangeLeaf(RangeLeaf):
     @property
     def checksums(self) -> Checksums | None:
         return None if self.crc is None else RangeChecksums(self, [(self.range, self.crc)])
+
+    @property
+    def extent(self) -> Extent | None:
+        return extent_of(self.range.file, self.range.offset, self.range.nbytes)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         return self.range.bytes_of(boxes)

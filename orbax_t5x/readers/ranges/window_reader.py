@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.storage.store import StoredFile
+from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 # The window after a jump, and the largest. Smaller first windows cost more reads per small leaf, larger ones read more
 # of the arrays that are jumped over.
@@ -56,7 +57,7 @@ class WindowReader:
         here = self.position
         if size > self.left:
             raise self.corrupt(f"{size} more bytes are needed, and {self.left} are left")
-        jumped = self._at > len(self._data)
+        jumped = self._at - len(self._data) >= MAX_GAP_BYTES
         self._window = _FIRST_WINDOW_BYTES if jumped else min(2 * self._window, _LARGEST_WINDOW_BYTES)
         data = self._file.read(here, max(size, min(self._window, self._file.size - here)))
         self.bytes_read += len(data)

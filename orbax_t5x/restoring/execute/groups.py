@@ -70,19 +70,30 @@ class Group:
 
 
 def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
-    """Groups entries in plan order: those that share stored bytes, and small neighbours."""
+    """Groups entries that share stored bytes, in plan order, and small ones that are near in a file."""
     groups: list[Group] = []
     small: Group | None = None
-    for cluster in clusters_of(entries):
-        group = _as_group(cluster)
-        if not group.is_small():
+    clusters = [_as_group(cluster) for cluster in clusters_of(entries)]
+    are_small = [group.is_small() for group in clusters]
+    by_place = iter(sorted(itertools.compress(clusters, are_small), key=_place))
+    for group, is_small in zip(clusters, are_small, strict=True):
+        if not is_small:
             groups.append(group)
-        elif small is None or not small.can_take(group, limit):
+            continue
+        group = next(by_place)
+        if small is None or not small.can_take(group, limit):
             small = group
             groups.append(group)
         else:
             small.take(group)
     return groups
+
+
+def _place(group: Group) -> tuple[str, int]:
+    """Returns the file of a group's first leaf and where it begins; formats without such places keep their order."""
+    leaf = next(iter(group.leaves), None)
+    extent = leaf.extent if isinstance(leaf, BlockingLeaf) else None
+    return ("", 0) if extent is None else (extent.file.path, extent.start)
 
 
 def _as_group(entries: list[PlanEntry]) -> Group:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from orbax_t5x.concurrency import run_in_pool, wait_all
-from orbax_t5x.lazy import BlockingLeaf, Box, Leaf, ReadStats, Request, ValueLeaf
+from orbax_t5x.concurrency import run_in_pool
+from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, ValueLeaf
+from orbax_t5x.lazy.read import LeafReads, read_all, read_all_blocking
 from orbax_t5x.restoring.execute.stages import Piece
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.storage.memory import naming_memory_errors
@@ -34,19 +35,20 @@ class Reader:
         """Fills pieces of leaves that block; returns False if reading was stopped."""
         for pieces in stages:
             reads, finish = _lower(pieces, entry)
-            for leaf, requests in reads:
-                if self._stop.is_set():
-                    return False
-                assert isinstance(leaf, BlockingLeaf), "all leaves here block"
-                self.in_memory.get(leaf, leaf).read_blocking(requests, self._stats)
+            if not read_all_blocking(self._replaced(reads), self._stats, self._stop.is_set):
+                return False
             _finish(finish, entry)
         return True
+
+    def _replaced(self, reads: Sequence[LeafReads]) -> Iterator[LeafReads]:
+        """Yields the reads, of leaves in memory if these replace stored ones."""
+        return ((self.in_memory.get(leaf, leaf), requests) for leaf, requests in reads)
 
     async def fill_awaited(self, stages: BufferedStages, entry: PlanEntry, pool: concurrent.futures.Executor) -> None:
         """Fills pieces of any leaves; computes in a worker thread of `pool`."""
         for pieces in stages:
             reads, finish = _lower(pieces, entry)
-            await wait_all(self.in_memory.get(leaf, leaf).read_into(requests, self._stats) for leaf, requests in reads)
+            await read_all(self._replaced(reads), self._stats)
             if finish:
                 await run_in_pool(pool, _finish, finish, entry)
 

@@ -28,17 +28,16 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.storage.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
-from orbax_t5x.storage.remote.transport import Response
+from orbax_t5x.storage.remote.transport import REQUESTS_AT_ONCE, Response
 from orbax_t5x.storage.transcript import Viewpoint
 from orbax_t5x.storage.values import BoundedRange
+from orbax_t5x.storage.windows import held_bytes, is_held
 
 _Generational = TypeVar("_Generational", Response, FileStat)
 
 # One request. Smaller pays for more requests, larger waits longer before the first byte can be used and is dearer to
 # repeat.
 _PIECE_BYTES = 2 << 20
-# Requests under way for one thread that reads.
-_AHEAD_REQUESTS = 32
 # Headers are read from blocks of this size, which are kept while the file is parsed.
 _BLOCK_BYTES = 1 << 16
 _KEPT_BLOCKS = 4
@@ -180,6 +179,8 @@ class RemoteFile:
                 path=self.path,
                 leaf=leaf,
             )
+        if (held := held_bytes(self, offset, size)) is not None:
+            return bytearray(held)
         if self._content is None and 0 < size <= _BLOCK_BYTES and not self._reads_whole:
             if (small := self._connection.whole_if_small(self._key)) is not None:
                 self._hold(self._proven(small, leaf))
@@ -242,7 +243,9 @@ class RemoteFile:
         return RemoteReadAhead(self, _pieces(ranges, into), self._connection.ahead)
 
     def begin_piece(self, piece: _PieceRequest, *, is_awaited: bool) -> PendingRead | bytes:
-        """Requests bytes, or takes them from the loaded content; `end_piece` returns them."""
+        """Requests bytes, or takes them from memory; `end_piece` returns them."""
+        if (held := held_bytes(self, piece.start, piece.size)) is not None:
+            return held.tobytes()
         if self._reads_whole:
             self._read_whole()
         if self._content is not None:
@@ -269,7 +272,7 @@ class RemoteFile:
         Every answer was compared when it came; bytes from memory need a new stat.
         """
         self._state.require_open()
-        if self._content is not None and self._viewpoint is None:
+        if self._content is not None and self._viewpoint is None and not is_held(self):
             self._proven(self._connection.stat_again([self._key])[0], leaf)
 
     def require_open(self) -> None:
@@ -410,7 +413,7 @@ class RemoteReadAhead:
         self._ahead.give(self._taken)
 
     def _begin_more(self, *, is_awaited: bool = False) -> None:
-        while (piece := self._next) is not None and len(self._begun) < _AHEAD_REQUESTS:
+        while (piece := self._next) is not None and len(self._begun) < REQUESTS_AT_ONCE:
             if not self._ahead.take(piece.size, needed=not self._begun):
                 return
             self._taken += piece.size

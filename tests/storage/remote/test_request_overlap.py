@@ -25,6 +25,12 @@ def write_safetensors(directory):
     safetensors.numpy.save_file(VALUES, directory / "model.safetensors")
 
 
+def write_scattered_safetensors(directory):
+    """What is not restored lies between the arrays, so that no two of them are read by one request."""
+    between = {f"{name}_unwanted": value for name, value in VALUES.items()}
+    safetensors.numpy.save_file(VALUES | between, directory / "model.safetensors")
+
+
 def write_t5x(directory):
     specs = {}
     for name, value in VALUES.items():
@@ -37,7 +43,7 @@ def write_t5x(directory):
     (directory / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
 
 
-@pytest.mark.parametrize("write", [write_safetensors, write_t5x])
+@pytest.mark.parametrize("write", [write_scattered_safetensors, write_t5x])
 def test_reads_of_many_leaves_are_under_way_together(tmp_path, write):
     (tmp_path / "model").mkdir()
     write(tmp_path / "model")
@@ -50,7 +56,8 @@ def test_reads_of_many_leaves_are_under_way_together(tmp_path, write):
     with serving(tmp_path) as store:
         with ot.open_checkpoint(f"{store.url}/model") as checkpoint:
             store.fault = wait_for_the_others
-            restored = ot.restore(checkpoint, {name: np.zeros_like(value) for name, value in VALUES.items()})
+            target = {name: np.zeros_like(value) for name, value in VALUES.items()}
+            restored = ot.restore(checkpoint, target, strict=False)
     for name, value in VALUES.items():
         np.testing.assert_array_equal(restored[name], value)
     assert not gate.broken
