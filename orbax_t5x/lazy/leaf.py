@@ -32,7 +32,7 @@ class Request(NamedTuple):
     out: np.ndarray
 
 
-class Extent(NamedTuple):
+class FileExtent(NamedTuple):
     """Bytes [start, stop) of a file."""
 
     file: StoredFile
@@ -159,7 +159,7 @@ class BlockingLeaf(Leaf):
     __slots__ = ()
 
     @property
-    def extent(self) -> Extent | None:
+    def extent(self) -> FileExtent | None:
         """The bytes of a file that a read of the whole leaf needs, or None for several files or unknown bytes.
 
         Small leaves whose extents are near are read together, from one window of the file.

@@ -16,13 +16,13 @@ import numpy as np
 from orbax_t5x.concurrency import reader_pool, run_in_pool, run_on_read_thread, wait_all, waiting_pool
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.leaf import BlockingLeaf, Extent, Leaf, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, Leaf, Request
 from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
 from orbax_t5x.lazy.value import ValueLeaf
 from orbax_t5x.storage.memory import naming_memory_errors
 from orbax_t5x.storage.store import StoredFile
-from orbax_t5x.storage.windows import MAX_GAP_BYTES, Window, holding, read_windows, windows_of
+from orbax_t5x.storage.windows import MAX_GAP_BYTES, FileWindow, holding, read_windows, windows_of
 
 # Larger leaves are read straight into their buffers: a copy would cost more than a read of their own.
 _SHARED_BYTES = 1 << 18
@@ -81,7 +81,7 @@ def _neighbours(reads: Iterable[LeafReads]) -> tuple[list[list[LeafReads]], list
     return list(by_file.values()), rest
 
 
-def _shared_extent(leaf: Leaf, requests: Sequence[Request]) -> Extent | None:
+def _shared_extent(leaf: Leaf, requests: Sequence[Request]) -> FileExtent | None:
     """Returns the extent of a small leaf of which about all is wanted, or None."""
     extent = leaf.extent if isinstance(leaf, BlockingLeaf) and leaf.error is None else None
     if extent is None or extent.stop - extent.start > _SHARED_BYTES:
@@ -115,7 +115,9 @@ def _read_neighbours(reads: Sequence[LeafReads], stats: ReadStats) -> None:
     file.check_unchanged(leaf=reads[0][0].name)
 
 
-def _read_members(window: Window, reads: Sequence[LeafReads], extents: Sequence[Extent], stats: ReadStats) -> int:
+def _read_members(
+    window: FileWindow, reads: Sequence[LeafReads], extents: Sequence[FileExtent], stats: ReadStats
+) -> int:
     """Reads the leaves of a window; returns the bytes that their extents cover."""
     covered, end = 0, window.start
     for number in window.members:

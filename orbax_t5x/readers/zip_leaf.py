@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_t5x.lazy.box import Box, full_box
-from orbax_t5x.lazy.leaf import Checksums, Extent, Request
+from orbax_t5x.lazy.leaf import Checksums, FileExtent, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, read_unchanged
@@ -57,7 +57,7 @@ class ZipLeaf(RangeLeaf):
         return None if self._crc is None else RangeChecksums(self, [(self._member, self._crc)], CRC32)
 
     @property
-    def extent(self) -> Extent | None:
+    def extent(self) -> FileExtent | None:
         extent = self._archive.extent(self._name)
         beside = extent.stop - extent.start - self._range.bytes_of((full_box(self.shape),))
         return extent if beside < MAX_GAP_BYTES else None

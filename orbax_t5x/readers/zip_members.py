@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
-from orbax_t5x.lazy.leaf import Extent
+from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.hub_files import LFS_POINTER, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.extents import ByteExtent, DeferredExtents, JoinedExtents
 from orbax_t5x.storage.crc import CRC32
@@ -96,10 +96,10 @@ class Archive:
             raise self.corrupt(f"the member {name!r} is compressed, and can only be read whole")
         return self.local_start(name)
 
-    def extent(self, name: str) -> Extent:
+    def extent(self, name: str) -> FileExtent:
         """Returns the bytes of a member with its local header, up to the next one."""
         start = self.members[name].header
-        return Extent(self.file, start, self._stops[start])
+        return FileExtent(self.file, start, self._stops[start])
 
     def read_heads(self, size: int) -> dict[str, bytes]:
         """Reads the first bytes of each member, local header included: those of small ones together."""

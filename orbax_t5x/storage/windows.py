@@ -24,7 +24,7 @@ WINDOW_BYTES = 1 << 20
 _thread = threading.local()
 
 
-class Window(NamedTuple):
+class FileWindow(NamedTuple):
     """Bytes [start, stop) of a file, and the numbers of the ranges that are inside."""
 
     start: int
@@ -37,9 +37,9 @@ class Window(NamedTuple):
         return self.stop - self.start
 
 
-def windows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[Window]:
+def windows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[FileWindow]:
     """Joins ranges (start, stop), in any order, whose gaps are small; a window is longer only for a longer range."""
-    window: Window | None = None
+    window: FileWindow | None = None
     for number in sorted(range(len(ranges)), key=ranges.__getitem__):
         start, stop = ranges[number]
         if window is not None and start - window.stop < MAX_GAP_BYTES and stop - window.start <= WINDOW_BYTES:
@@ -48,14 +48,14 @@ def windows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[Window]:
             continue
         if window is not None:
             yield window
-        window = Window(start, stop, [number])
+        window = FileWindow(start, stop, [number])
     if window is not None:
         yield window
 
 
 def read_windows(
-    file: StoredFile, windows: Iterable[Window], *, leaf: str | None = None
-) -> Iterator[tuple[Window, np.ndarray]]:
+    file: StoredFile, windows: Iterable[FileWindow], *, leaf: str | None = None
+) -> Iterator[tuple[FileWindow, np.ndarray]]:
     """Reads windows of a file one after the other; the bytes of each are valid until the next is read."""
     windows = list(windows)
     buffer = np.empty(max([window.size for window in windows], default=0), np.uint8)

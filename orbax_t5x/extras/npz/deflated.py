@@ -10,7 +10,7 @@ import numpy as np
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, error_at
 from orbax_t5x.extras.npz.header import ArrayHeader
 from orbax_t5x.lazy.box import box_slices, union_size
-from orbax_t5x.lazy.leaf import Extent, Request
+from orbax_t5x.lazy.leaf import FileExtent, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.leaf import RangeLeaf
 from orbax_t5x.readers.ranges.scatter import Elements
@@ -53,7 +53,7 @@ class DeflatedLeaf(RangeLeaf):
         return None if self._archive.members[self._member].crc is None else "zip"
 
     @property
-    def extent(self) -> Extent | None:
+    def extent(self) -> FileExtent | None:
         # What is decompressed together with others takes no memory that `read_into` would have to wait for.
         is_small = self._archive.members[self._member].size <= WINDOW_BYTES
         return self._archive.extent(self._member) if is_small else None

@@ -21,7 +21,7 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.leaf import Extent, Leaf, Request
+from orbax_t5x.lazy.leaf import FileExtent, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText, most_leaves, too_many
@@ -194,8 +194,8 @@ class TextLeaf(RangeLeaf):
         self._size = size
 
     @property
-    def extent(self) -> Extent:
-        return Extent(self._file, self._start, self._start + self._size)
+    def extent(self) -> FileExtent:
+        return FileExtent(self._file, self._start, self._start + self._size)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         return self._size if boxes else 0

@@ -10,16 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_t5x.lazy.leaf import Extent
+from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.storage.store import ReadAhead, StoredFile
 from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 
-def extent_of(stored: StoredBytes, offset: int, size: int) -> Extent | None:
+def extent_of(stored: StoredBytes, offset: int, size: int) -> FileExtent | None:
     """Returns the bytes of a file behind stored bytes, or None if they are far apart or not known yet."""
     if isinstance(stored, DeferredExtents):
         return None
-    return stored.extent(offset, size) if isinstance(stored, JoinedExtents) else Extent(stored, offset, offset + size)
+    return (
+        stored.extent(offset, size) if isinstance(stored, JoinedExtents) else FileExtent(stored, offset, offset + size)
+    )
 
 
 class ByteExtent(NamedTuple):
@@ -39,13 +41,13 @@ class JoinedExtents:
         self.path: str = file.path
         self.size: int = self._begins.pop() if self._extents else 0
 
-    def extent(self, offset: int, size: int) -> Extent | None:
+    def extent(self, offset: int, size: int) -> FileExtent | None:
         """Returns the bytes of the file that hold a range, or None if others are among them."""
         runs = list(self._in_file(offset, size))
         if not runs:
             return None
         start, stop = min(runs)[0], max(first + count for first, count in runs)
-        return Extent(self._file, start, stop) if stop - start - size < MAX_GAP_BYTES else None
+        return FileExtent(self._file, start, stop) if stop - start - size < MAX_GAP_BYTES else None
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Implements `StoredFile.read_into`; `offset` counts from the first byte of the first range."""

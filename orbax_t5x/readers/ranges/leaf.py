@@ -11,7 +11,7 @@ import numpy as np
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Extent, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, FileExtent, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome, StoredRange
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
@@ -59,7 +59,7 @@ class ByteRangeLeaf(RangeLeaf):
         return None if self.crc is None else RangeChecksums(self, [(self.range, self.crc)])
 
     @property
-    def extent(self) -> Extent | None:
+    def extent(self) -> FileExtent | None:
         return extent_of(self.range.file, self.range.offset, self.range.nbytes)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:

@@ -1,0 +1,115 @@
+"""Reading many small leaves costs by the bytes, not by the leaf: requests, reads of files and proofs are counted.
+
+A leaf of some formats is a file of its own: there the count is one file's, for each.
+"""
+
+import collections
+import os
+
+import flax.serialization
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import orbax_t5x as ot
+from tests.support.bundle_writer import bundle_of
+from tests.support.gguf_files import write_gguf
+from tests.support.http_store import serving
+from tests.support.torch_files import save_torch
+
+COUNT = 1000
+MIB = 1 << 20
+RANDOM = np.random.default_rng(0)
+# Not one after the other in their files, whose order is that of names or of the tree.
+SMALL = {f"l{number * 37 % COUNT:05}": RANDOM.normal(size=512).astype(np.float32) for number in range(COUNT)}
+WINDOWS = -(-sum(value.nbytes for value in SMALL.values()) // MIB)
+
+
+def write_safetensors(path):
+    safetensors.numpy.save_file(SMALL, path / "model.safetensors")
+    return path
+
+
+def write_msgpack(path):
+    (path / "checkpoint_1").write_bytes(flax.serialization.msgpack_serialize(SMALL))
+    return path / "checkpoint_1"
+
+
+def write_npz(path):
+    np.savez(path / "model.npz", **SMALL)
+    return path / "model.npz"
+
+
+def write_torch(path):
+    return save_torch(path / "model.pt", SMALL)
+
+
+def write_bundle(path):
+    return bundle_of(SMALL).write(path)
+
+
+FORMATS = {
+    "safetensors": write_safetensors,
+    "msgpack": write_msgpack,
+    "npz": write_npz,
+    "torch": write_torch,
+    "gguf": lambda path: write_gguf(path / "model.gguf", SMALL),
+    "bundle": write_bundle,
+}
+TARGET = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in SMALL.items()}
+
+
+def require_values(restored):
+    for name, value in SMALL.items():
+        np.testing.assert_array_equal(restored[name], value)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the calls of the operating system that read files or prove them unchanged."""
+    counts = collections.Counter()
+
+    def counted(name):
+        function = getattr(os, name)
+
+        def call(*args, **options):
+            counts[name] += 1
+            return function(*args, **options)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("pread", "preadv", "fstat", "stat", "open"):
+        counted(name)
+    return counts
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_local_reads_and_proofs_follow_the_bytes(kind, tmp_path, calls):
+    path = FORMATS[kind](tmp_path)
+    calls.clear()
+    require_values(ot.restore(path, TARGET))
+    assert calls["pread"] + calls["preadv"] <= 20 + 10 * WINDOWS
+    assert calls["fstat"] + calls["stat"] + calls["open"] <= 40
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_requests_follow_the_bytes(kind, tmp_path):
+    path = FORMATS[kind](tmp_path)
+    with serving(tmp_path) as store:
+        require_values(ot.restore(f"{store.url}/{path.relative_to(tmp_path)}".rstrip("./"), TARGET))
+        assert len(store.log) <= 40 + 4 * WINDOWS
+        assert sum(request.method == "HEAD" for request in store.log) <= 30
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_small_file_in_memory_is_proven_once(kind, tmp_path, monkeypatch):
+    """A server's file of less than 1 MiB is fetched whole: what is left is one proof, however many its leaves are."""
+    few = {name: SMALL[name] for name in list(SMALL)[:200]}
+    monkeypatch.setattr(f"{__name__}.SMALL", few)
+    path = FORMATS[kind](tmp_path)
+    with serving(tmp_path) as store:
+        with ot.open_checkpoint(f"{store.url}/{path.relative_to(tmp_path)}".rstrip("./")) as checkpoint:
+            store.forget()
+            ot.restore(checkpoint, {name: TARGET[name] for name in few})
+        assert len(store.log) <= 2
