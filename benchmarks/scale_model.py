@@ -31,7 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 DTYPE = np.dtype(np.float32)
 
 _CHUNKS = 8  # of each array that is stored in chunks, along its first dimension
-_AHEAD_REQUESTS = 32  # under way for one array
+_AHEAD_REQUESTS = 128  # under way for one array
 _HEADER_BYTES = 1 << 16  # of safetensors; a longer one is requested by itself
 
 
