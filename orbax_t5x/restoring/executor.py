@@ -61,6 +61,8 @@ _THREADS = max(2, min(8, os.cpu_count() or 1))
 # For decoding small chunks; of large ones, so many for each worker.
 _DECODING_BYTES = 64 << 20
 _CHUNKS_PER_THREAD = 2
+# Devices of these compute in the host's memory: an array takes its buffer over, and no transfer is under way.
+_HOST_PLATFORMS = frozenset({"cpu"})
 
 
 def execute_plan(
@@ -90,6 +92,17 @@ def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
     return min(limit, max(_DECODING_BYTES, _CHUNKS_PER_THREAD * _THREADS * largest))
 
 
+def has_transfers(entries: Iterable[PlanEntry]) -> bool:
+    """Reports whether arrays are sent to devices with memory of their own, whatever the default backend is."""
+    shardings = {entry.leaf.sharding for entry in entries if entry.leaf is not None and not entry.leaf.is_on_host}
+    platforms = {device.platform for sharding in shardings if sharding is not None for device in sharding.device_set}
+    if None in shardings:
+        untyped: Any = jax.config
+        device = untyped.jax_default_device
+        platforms.add(jax.default_backend() if device is None else getattr(device, "platform", device))
+    return not platforms <= _HOST_PLATFORMS
+
+
 _Buffers = dict[str, list[np.ndarray]]
 
 
@@ -113,11 +126,13 @@ class _Execution:
         self._reader = Reader(self._stats, self._stop)
         self._path = ", ".join(checkpoint.path for checkpoint in plan.checkpoints.values()) or None
         self._bytes_received = 0
+        self._awaits_transfers = False
 
     def run(self) -> tuple[dict[str, Any], RestoreReport]:
         started = time.monotonic()
         stores: Stores | None = None
         entries = [entry for entry in self._plan.entries if entry.view is not None]
+        self._awaits_transfers = has_transfers(entries)
         if self._several:
             stores = compare_plans(self._plan, self._mode, self._path)
         self._reader.in_memory = self._computed_leaves(entries)
@@ -232,7 +247,7 @@ class _Execution:
                 if buffers is None:
                     return
                 placed = await self._caller.run(self._place, group.entries, buffers)
-                if jax.default_backend() != "cpu":
+                if self._awaits_transfers:
                     # Transfers run on: only when they have arrived may other groups take these bytes of the host's
                     # memory.
                     await run_in_pool(pool, jax.block_until_ready, placed)
@@ -299,7 +314,7 @@ class _Execution:
         placed, error = await self._caller.run(self._place_or_error, entry, buffers)
         if error is not None:
             raise error
-        if jax.default_backend() != "cpu":
+        if self._awaits_transfers:
             await run_in_pool(None, jax.block_until_ready, placed)
 
     def _place_or_error(

@@ -23,10 +23,12 @@ import orbax_t5x as ot
 from orbax_t5x.lazy import concatenate, repeat, stack
 from orbax_t5x.lazy.box import union_size
 from orbax_t5x.readers.tf_bundle.proto import Extent
+from orbax_t5x.restoring import executor
 from orbax_t5x.storage.files import File
 from tests.support.array_strategies import boxes
 from tests.support.bundle_writer import bundle_of
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint
+from tests.support.placed_arrays import sharded, values
 
 ARRAYS = {
     "a": np.arange(16 * 24, dtype=np.float32).reshape(16, 24),
@@ -280,3 +282,41 @@ def test_the_size_of_boxes_together_is_what_a_mask_counts(data):
     for box in several:
         mask[tuple(slice(*bounds) for bounds in box)] = True
     assert union_size(tuple(several)) == mask.sum()
+
+
+@pytest.fixture
+def awaited(monkeypatch):
+    """The arrays whose transfers an execution awaits."""
+    found = []
+    ready = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: (found.extend(arrays), ready(arrays))[1])
+    return found
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_arrays_on_the_host_are_not_awaited_whatever_the_default_backend_is(monkeypatch, awaited, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    stored = {"a": values((8, 4)), "b": values((8,))}
+    ot.restore(checkpoint(stored), {"a": sharded((8, 4)), "b": np.zeros(8, np.float32)})
+    assert awaited == []
+
+
+def test_transfers_to_the_devices_of_the_target_are_awaited_whatever_the_default_backend_is(monkeypatch, awaited):
+    # CPU devices stand in for those with memory of their own.
+    monkeypatch.setattr(executor, "_HOST_PLATFORMS", frozenset())
+    stored = {"a": values((8, 4)), "b": values((8,))}
+    restored = ot.restore(checkpoint(stored), {"a": sharded((8, 4)), "b": np.zeros(8, np.float32)})
+    assert any(array is restored["a"] for array in awaited)
+    awaited.clear()
+    ot.restore(checkpoint(stored), {"a": np.zeros((8, 4), np.float32), "b": np.zeros(8, np.float32)})
+    assert awaited == []
+
+
+def test_a_leaf_without_a_sharding_goes_to_the_default_device(monkeypatch, awaited):
+    target = {"a": jax.ShapeDtypeStruct((8,), np.float32)}
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    ot.restore(checkpoint({"a": values((8,))}), target)
+    assert len(awaited) == 1
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        ot.restore(checkpoint({"a": values((8,))}), target)
+    assert len(awaited) == 1
