@@ -1,7 +1,8 @@
 """Every exception that leaves a public call, and the `Problem` records that are gathered before one is raised.
 
 Each class also is the builtin that callers catch by habit (`FileNotFoundError`, `ValueError`, `OSError`). An error
-carries the `path` of the file or directory and the name of the `leaf` it is about, and its text begins with both.
+carries the `path` of the file or directory and the name of the `leaf` it is about, and its text begins with both; that
+of a `RestorePlanError` begins with its first problem.
 
 Example:
   >>> try:
@@ -133,7 +134,8 @@ class LeafMismatchError(CheckpointError, ValueError):
 class RestorePlanError(CheckpointError, ValueError):
     """Error with all disagreements between a checkpoint, its transforms and a target, in `problems`.
 
-    The text has problems that are alike as one entry and stays under 60 lines.
+    The text has problems that are alike as one entry and stays under 60 lines. The first line is the first problem, the
+    last counts all and names the checkpoint.
 
     Attributes:
       problems: all of them.
@@ -149,19 +151,19 @@ class RestorePlanError(CheckpointError, ValueError):
 
     def __init__(self, problems: Sequence[Problem], *, path: AnyPath | None = None):
         self.problems: tuple[Problem, ...] = tuple(problems)
-        self._heading = f"{counted(len(self.problems), 'problem')} between checkpoint, transforms and target:"
-        super().__init__("\n".join([self._heading, *problem_lines(self.problems)]), path=path)
+        self._count = f"{counted(len(self.problems), 'problem')} between checkpoint, transforms and target"
+        super().__init__("\n".join([*problem_lines(self.problems), with_full_stop(self._count)]), path=path)
         self.leaf: str | None = self.problems[0].leaf if len(self.problems) == 1 else None
 
     def described(self, fix_text: Callable[[Fix], str] = str, *, width: int | None = None) -> str:
         """See `CheckpointError.described`."""
-        where = "" if self.path is None else f"{plain(self.path)}: "
+        where = "." if self.path is None else f": {plain(self.path)}"
         all_in = "`.problems`" if width is None else "`plan --json`"
         lines = problem_lines(self.problems, width=width, all_in=all_in, fix_text=fix_text)
-        return "\n".join([where + self._heading, *lines])
+        return "\n".join([*lines, self._count + where])
 
     def _repr_html_(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
         return html_fragment(
-            [html_paragraph(where + self._heading, bold=True), problems_html(self.problems)], "problems"
+            [html_paragraph(f"{where}{self._count}:", bold=True), problems_html(self.problems)], "problems"
         )

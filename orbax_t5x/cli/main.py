@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _print_error(plain_lines(str(error)), _USAGE)
     except CheckpointError as error:
-        return _print_error(plain_lines(error.described(_fix_text, width=terminal_width())), _PROBLEM)
+        return _print_error(
+            plain_lines(error.described(_fix_text, width=terminal_width() - len(f"{PROGRAM}: "))), _PROBLEM
+        )
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

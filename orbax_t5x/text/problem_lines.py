@@ -57,12 +57,12 @@ class ProblemGroup:
         if self.fix:
             text += f"\n{self.fix_heading}: {_cut_text(self.fix, most_characters)}"
         first, *others = map(plain, text.splitlines())
-        lines = wrapped(first, width, "  - ", "    ")
-        lines += [line for other in others for line in wrapped(other, width, "    ", "    ")]
+        lines = wrapped(first, width, rest="  ")
+        lines += [line for other in others for line in wrapped(other, width, "  ", "  ")]
         if len(labels) > 1:
-            lines += [f"      {label}" for label in labels[:most_leaves]]
+            lines += [f"    {label}" for label in labels[:most_leaves]]
             left = sum(len(row.members) for row in self.leaves[most_leaves:])
-            lines += [f"      … and {leaves_text(left)} more"] if left and most_leaves else []
+            lines += [f"    … and {leaves_text(left)} more"] if left and most_leaves else []
         return lines
 
 
@@ -86,10 +86,10 @@ def problem_lines(
             for entry in entries[:most_entries]:
                 lines += entry.lines(width, most_leaves, most_characters)
             if left := sum(entry.count for entry in entries[most_entries:]):
-                lines.append(f"  … and {counted(left, 'problem')} more of kind [{kind}]: see {all_in}")
+                lines.append(f"… and {counted(left, 'problem')} more of kind [{kind}]: see {all_in}")
         if len(lines) < MOST_LINES:
             return lines
-    return [*lines[: MOST_LINES - 2], f"  … and more: see {all_in}"]
+    return [*lines[: MOST_LINES - 2], f"… and more: see {all_in}"]
 
 
 def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] = str) -> Collection[ProblemGroup]:

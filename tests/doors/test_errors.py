@@ -75,11 +75,11 @@ def test_one_dtype_for_a_whole_model_is_one_entry():
     arrays = {f"layers_{i}/{part}": np.zeros(4, np.float32) for i in range(26) for part in ("kernel", "bias")}
     error = caught(checkpoint(arrays), {name: np.zeros(4, np.float16) for name in arrays})
     assert len(error.problems) == 52
-    heading, entry, fix, *leaves = str(error).splitlines()
-    assert heading == "/memory: 52 problems between checkpoint, transforms and target:"
-    assert entry.startswith("  - [dtype] 52 leaves: the checkpoint has dtype float32, the target float16: ")
-    assert entry.endswith(" the conversion would lose values.") and fix == "    Fix: pass allow_lossy_cast=True"
-    assert sorted(leaves) == ["      layers_{0…25}/bias ×26", "      layers_{0…25}/kernel ×26"]
+    entry, fix, *leaves, last = str(error).splitlines()
+    assert last == "52 problems between checkpoint, transforms and target: /memory"
+    assert entry.startswith("[dtype] 52 leaves: the checkpoint has dtype float32, the target float16: ")
+    assert entry.endswith(" the conversion would lose values.") and fix == "  Fix: pass allow_lossy_cast=True"
+    assert sorted(leaves) == ["    layers_{0…25}/bias ×26", "    layers_{0…25}/kernel ×26"]
 
 
 def test_one_shape_for_leaves_of_other_names_is_one_entry():
@@ -87,9 +87,9 @@ def test_one_shape_for_leaves_of_other_names_is_one_entry():
     target = {f"model/{name}": np.zeros((4, 2), np.float32) for name in arrays}
     error = caught(checkpoint(arrays), target, ot.transforms.Rename([("(.*)", r"model/\1")]))
     assert len(error.problems) == 52 and error.problems[0].message.endswith("(from layers_0/bias)")
-    _, entry, fix, *leaves = str(error).splitlines()
-    assert entry == "  - [shape] 52 leaves: the checkpoint has shape (4,), the target (4, 2)."
-    assert fix.startswith("    Fix: give the target the checkpoint's shape, or ")
+    entry, fix, *leaves, _ = str(error).splitlines()
+    assert entry == "[shape] 52 leaves: the checkpoint has shape (4,), the target (4, 2)."
+    assert fix.startswith("  Fix: give the target the checkpoint's shape, or ")
     assert len(leaves) == 2
 
 
@@ -110,7 +110,9 @@ def test_one_typing_error_in_a_rule_is_short():
 
 def test_a_single_problem_is_whole():
     problem = errors.Problem("missing", "a", f"Must be one of: {[str(number) for number in range(2_000)]}")
-    assert str(errors.RestorePlanError([problem])).endswith(f"  - {problem}")
+    count = "1 problem between checkpoint, transforms and target"
+    assert str(errors.RestorePlanError([problem])) == f"{problem}\n{count}."
+    assert str(errors.RestorePlanError([problem], path="/a")) == f"{problem}\n{count}: /a"
 
 
 def test_no_kind_hides_another():

@@ -32,6 +32,6 @@ def test_a_source_is_no_difference_and_the_same_words_in_a_message_are_one():
         Problem("shape", leaf, f"lorem{source}", None, source) for leaf, source in zip("ab", sources, strict=True)
     ]
     as_words = [Problem("shape", leaf, f"lorem{source}") for leaf, source in zip("ab", sources, strict=True)]
-    assert problem_lines(as_data) == ["  - [shape] 2 leaves: lorem.", "      a", "      b"]
-    assert problem_lines(as_words) == ["  - [shape] a: lorem (from x).", "  - [shape] b: lorem (from y)."]
+    assert problem_lines(as_data) == ["[shape] 2 leaves: lorem.", "    a", "    b"]
+    assert problem_lines(as_words) == ["[shape] a: lorem (from x).", "[shape] b: lorem (from y)."]
     assert problem_lines(as_data[:1]) == problem_lines(as_words[:1])

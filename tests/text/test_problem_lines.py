@@ -20,8 +20,8 @@ def test_fixes_that_differ_in_the_leaf_are_one(make):
     leaves = ("a.b", "a/c", "d")
     fixes = {leaf: Fix.any_of(Fix("dolor"), Fix.adding(make(re.escape(leaf)))) for leaf in leaves}
     first, fix, *rest = lines(fixes)
-    assert first == "  - [shape] 3 leaves: lorem." and rest == [f"      {leaf}" for leaf in leaves]
-    assert fix == f"    Fix, for the first: {fixes['a.b']}"
+    assert first == "[shape] 3 leaves: lorem." and rest == [f"    {leaf}" for leaf in leaves]
+    assert fix == f"  Fix, for the first: {fixes['a.b']}"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_other_fixes_are_apart(one, other):
 
 
 def test_a_fix_of_no_leaf_is_that_of_all():
-    assert lines({"a": Fix("an a"), "n": Fix("an a")})[1] == "    Fix: an a"
+    assert lines({"a": Fix("an a"), "n": Fix("an a")})[1] == "  Fix: an a"
 
 
 def test_alike_problems_are_one_item_with_their_leaves():
