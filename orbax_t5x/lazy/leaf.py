@@ -9,7 +9,7 @@ may be read from several threads and event loops at once.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +80,7 @@ class Leaf(abc.ABC):
       error: what makes the leaf unreadable, found when the checkpoint was opened, or None. Reading raises it.
       is_remote: whether reading it waits for another machine.
       is_value: whether it is a constant in memory, so that reading it reads nothing of a checkpoint.
+      storage: equal for leaves of the same stored elements; None if the format does not tell.
       prng_impl: the implementation of typed PRNG keys whose uint32 data this is, where the format records it.
     """
 
@@ -94,6 +95,7 @@ class Leaf(abc.ABC):
     error: CheckpointError | None = None
     is_remote: bool = False
     is_value: bool = False
+    storage: Hashable = None
     prng_impl: str | None = None
 
     @property

@@ -1,8 +1,10 @@
 """T5 in Flax linen (`models.linen`) and in Flax NNX (`models.nnx`): models to begin with, to be copied and changed.
 
-Both are T5.1.0 and T5.1.1 by their `T5Config`, with logical axes on every parameter for `orbax_t5x.with_shardings`.
-linen's parameters have the names of T5X's networks, so that T5X's checkpoints restore without rules; NNX's have the
-natural ones of `nnx.List`. Neither has dropout. Import the one that you need; `orbax_t5x` itself imports none.
+Both compute T5.1.0, T5.1.1, mT5, umT5 and their encoders by their `T5Config`, which `config_of` reads from a
+checkpoint and its config.json. Every parameter has logical axes for `orbax_t5x.with_shardings`. linen's parameters have
+the names of T5X's networks, so that T5X's checkpoints restore without rules; NNX's have the natural ones of
+`nnx.List`. Neither packs examples, searches by beams or has a decoder alone; LongT5's attention and Switch's experts
+are refused by `config_of`. Import the module that you need; `orbax_t5x` itself imports none.
 
 Example:
   >>> from orbax_t5x.models import config_of

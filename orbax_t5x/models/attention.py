@@ -32,8 +32,10 @@ def position_buckets(config: T5Config, queries: jax.Array, keys: jax.Array, *, b
     else:
         distance = jnp.maximum(-distance, 0)
     exact = buckets // 2
-    growth = (buckets - exact) / math.log(config.max_distance / exact)
-    far = exact + (jnp.log(jnp.maximum(distance, 1) / exact) * growth).astype(distance.dtype)
+    far = jnp.full_like(distance, buckets - 1)
+    if config.max_distance > exact > 0:  # else all far distances are in the last bucket
+        growth = (buckets - exact) / math.log(config.max_distance / exact)
+        far = exact + (jnp.log(jnp.maximum(distance, 1) / exact) * growth).astype(distance.dtype)
     return offset + jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))
 
 
@@ -47,10 +49,72 @@ def causal_mask(queries: jax.Array, keys: jax.Array) -> jax.Array:
     return jnp.where(keys[None, :] <= queries[:, None], 0.0, MASKED)[None, None]
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+}
+
+
+def activate(config: T5Config, x: jax.Array) -> jax.Array:
+    """Applies the activation of the feed-forward layer."""
+    return _ACTIVATIONS[config.activation_name](x)
+
+
+def normed(config: T5Config, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Divides by the root mean square in float32; no mean is subtracted."""
+    x = jnp.asarray(x, jnp.float32)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    scale = jnp.expand_dims(jnp.asarray(scale, jnp.float32), range(x.ndim - 1))
+    return (x * jax.lax.rsqrt(mean_square + config.layer_norm_epsilon) * scale).astype(config.dtype)
+
+
+Dropout = Callable[[jax.Array], jax.Array]
+"""Drops entries of [batch, length, embed] or of attention weights [batch, heads, queries, keys], as T5X: the same ones
+along axis -2."""
+
+
+def keep_all(x: jax.Array) -> jax.Array:
+    """Drops nothing: evaluation."""
+    return x
+
+
+def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    """Sets random entries to 0, equal along axis -2, and scales the others."""
+    shape = (*x.shape[:-2], 1, x.shape[-1])
+    keep = jax.random.bernoulli(key, 1 - rate, shape)
+    return jnp.where(jnp.broadcast_to(keep, x.shape), x / jnp.asarray(1 - rate, x.dtype), jnp.zeros_like(x))
+
+
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, dropout: Dropout = keep_all
+) -> jax.Array:
     """Mixes values; [batch, length, heads, head dim]. T5 does not scale: its initializer does."""
-    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) + bias)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) + bias.astype(query.dtype))
+    return jnp.einsum("bhqk,bkhd->bqhd", dropout(weights.astype(query.dtype)), value)
+
+
+def logits_of_embedding(config: T5Config, x: jax.Array, table: jax.Array) -> jax.Array:
+    """Computes the logits of a tied model in float32."""
+    return scaled_output(config, x) @ table.T
+
+
+def scaled_output(config: T5Config, x: jax.Array) -> jax.Array:
+    """Returns the decoder's output in float32, scaled if the config says so."""
+    x = jnp.asarray(x, jnp.float32)
+    return x / math.sqrt(config.embed) if config.scales_decoder_outputs else x
+
+
+def require_targets(config: T5Config, targets: Any) -> None:
+    """Refuses targets of an encoder, and a decoder without targets.
+
+    Raises:
+      TypeError: the config and the arguments disagree.
+    """
+    if config.encoder_only != (targets is None):
+        takes = "(inputs)" if config.encoder_only else "(inputs, targets)"
+        raise TypeError(f"a T5 with encoder_only={config.encoder_only} is called with {takes}")
 
 
 def extended(cache: Cache | None, key: jax.Array, value: jax.Array, start: jax.Array | int) -> tuple[Any, Any, Any]:
@@ -77,11 +141,11 @@ def empty_cache(config: T5Config, batch: int, length: int) -> Cache:
       batch: how many sequences are decoded.
       length: how many positions at most.
     """
-    shape = (batch, length, config.heads, config.head_dim)
+    shape, dtype, names = (batch, length, config.heads, config.head_dim), config.dtype, ("key", "value")
     if config.scan_layers:
-        layers: Any = {name: jnp.zeros((config.decoder_layers, *shape)) for name in ("key", "value")}
+        layers: Any = {name: jnp.zeros((config.decoder_layers, *shape), dtype) for name in names}
     else:
-        layers = tuple({name: jnp.zeros(shape) for name in ("key", "value")} for _ in range(config.decoder_layers))
+        layers = tuple({name: jnp.zeros(shape, dtype) for name in names} for _ in range(config.decoder_layers))
     return {"index": jnp.zeros((), jnp.int32), "layers": layers}
 
 

@@ -27,8 +27,6 @@ from flax.linen import partitioning
 from orbax_t5x.models import attention
 from orbax_t5x.models.config import T5Config
 
-_EPSILON = 1e-6
-
 
 def _fan_in(fan_in: int):
     return nn.initializers.normal(stddev=1 / math.sqrt(fan_in))
@@ -40,23 +38,36 @@ class Kernel(nn.Module):
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     contract: int = 1
+    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         fan_in = math.prod(self.shape[: self.contract])
         kernel = partitioning.param_with_axes("kernel", _fan_in(fan_in), self.shape, axes=self.axes)
-        return jnp.tensordot(x, jnp.asarray(kernel, jnp.float32), axes=self.contract)
+        return jnp.tensordot(x.astype(self.dtype), jnp.asarray(kernel, self.dtype), axes=self.contract)
 
 
 class RMSNorm(nn.Module):
     """T5's layer norm: no mean is subtracted, and no bias added."""
 
+    config: T5Config
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = partitioning.param_with_axes("scale", nn.initializers.ones, (x.shape[-1],), axes=("embed",))
-        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        scale = jnp.expand_dims(jnp.asarray(scale, jnp.float32), range(x.ndim - 1))
-        return x * jax.lax.rsqrt(mean_square + _EPSILON) * scale
+        return attention.normed(self.config, x, scale)
+
+
+class Dropout(nn.Module):
+    """Dropout in calls with a `dropout` key; evaluation in calls without."""
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.rate or not self.has_rng("dropout"):
+            return x
+        return attention.dropped(x, self.rate, self.make_rng("dropout"))
 
 
 class RelativeBias(nn.Module):
@@ -90,16 +101,18 @@ class Attention(nn.Module):
         into_axes = ("embed", "heads", "kv") if split else ("embed", "joined_kv")
 
         def project(name: str, value: jax.Array) -> jax.Array:
-            projected = Kernel(into, into_axes, name=name)(value)
+            projected = Kernel(into, into_axes, name=name, dtype=c.dtype)(value)
             return projected.reshape(*value.shape[:-1], c.heads, c.head_dim)
 
         query = project("query", x)
         key, value, cache = attention.extended(cache, project("key", memory), project("value", memory), start)
-        mixed = attention.attend(query, key, value, bias)
+        mixed = attention.attend(query, key, value, bias, Dropout(c.dropout_rate))
         if split:
-            return Kernel((*into[1:], c.embed), ("heads", "kv", "embed"), contract=2, name="out")(mixed), cache
-        mixed = mixed.reshape(*x.shape[:-1], into[1])
-        return Kernel((into[1], c.embed), ("joined_kv", "embed"), name="out")(mixed), cache
+            out = Kernel((*into[1:], c.embed), ("heads", "kv", "embed"), contract=2, name="out", dtype=c.dtype)
+        else:
+            mixed = mixed.reshape(*x.shape[:-1], into[1])
+            out = Kernel((into[1], c.embed), ("joined_kv", "embed"), name="out", dtype=c.dtype)
+        return Dropout(c.dropout_rate)(out(mixed)), cache
 
 
 class Mlp(nn.Module):
@@ -110,12 +123,13 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        if c.gated:
-            gate = jax.nn.gelu(Kernel((c.embed, c.mlp), ("embed", "mlp"), name="wi_0")(x), approximate=True)
-            hidden = gate * Kernel((c.embed, c.mlp), ("embed", "mlp"), name="wi_1")(x)
-        else:
-            hidden = jax.nn.relu(Kernel((c.embed, c.mlp), ("embed", "mlp"), name="wi")(x))
-        return Kernel((c.mlp, c.embed), ("mlp", "embed"), name="wo")(hidden)
+
+        def wide(name: str) -> jax.Array:
+            return Kernel((c.embed, c.mlp), ("embed", "mlp"), name=name, dtype=c.dtype)(x)
+
+        hidden = attention.activate(c, wide("wi_0")) * wide("wi_1") if c.gated else attention.activate(c, wide("wi"))
+        narrow = Kernel((c.mlp, c.embed), ("mlp", "embed"), name="wo", dtype=c.dtype)
+        return Dropout(c.dropout_rate)(narrow(Dropout(c.dropout_rate)(hidden)))
 
 
 class EncoderLayer(nn.Module):
@@ -130,9 +144,9 @@ class EncoderLayer(nn.Module):
         bias = shared_bias
         if self.config.has_per_layer_bias:
             bias = RelativeBias(self.config, bidirectional=True, name="relpos_bias")(positions, keys)
-        normed = RMSNorm(name="pre_attention_layer_norm")(x)
+        normed = RMSNorm(self.config, name="pre_attention_layer_norm")(x)
         x = x + Attention(self.config, name="attention")(normed, normed, mask + bias)[0]
-        return x + Mlp(self.config, name="mlp")(RMSNorm(name="pre_mlp_layer_norm")(x)), None
+        return x + Mlp(self.config, name="mlp")(RMSNorm(self.config, name="pre_mlp_layer_norm")(x)), None
 
 
 class DecoderLayer(nn.Module):
@@ -155,12 +169,12 @@ class DecoderLayer(nn.Module):
         bias = shared_bias
         if self.config.has_per_layer_bias:
             bias = RelativeBias(self.config, bidirectional=False, name="relpos_bias")(positions, keys)
-        normed = RMSNorm(name="pre_self_attention_layer_norm")(x)
+        normed = RMSNorm(self.config, name="pre_self_attention_layer_norm")(x)
         mixed, cache = Attention(self.config, name="self_attention")(normed, normed, mask + bias, cache, positions[0])
         x = x + mixed
-        normed = RMSNorm(name="pre_cross_attention_layer_norm")(x)
+        normed = RMSNorm(self.config, name="pre_cross_attention_layer_norm")(x)
         x = x + Attention(self.config, name="encoder_decoder_attention")(normed, encoded, cross_mask)[0]
-        return x + Mlp(self.config, name="mlp")(RMSNorm(name="pre_mlp_layer_norm")(x)), cache
+        return x + Mlp(self.config, name="mlp")(RMSNorm(self.config, name="pre_mlp_layer_norm")(x)), cache
 
 
 class LayerStack(nn.Module):
@@ -174,6 +188,7 @@ class LayerStack(nn.Module):
         self, x: jax.Array, positions: jax.Array, keys: jax.Array, *rest: jax.Array, cache: Any = None
     ) -> tuple[jax.Array, Any]:
         c, is_encoder = self.config, self.side == "encoder"
+        x = Dropout(c.dropout_rate)(x.astype(c.dtype))
         layer: Any = EncoderLayer if is_encoder else DecoderLayer
         depth = c.encoder_layers if is_encoder else c.decoder_layers
         bias = jnp.zeros(())
@@ -185,7 +200,7 @@ class LayerStack(nn.Module):
             scanned = partitioning.scan_with_axes(
                 layer,
                 variable_axes={"params": 1},
-                split_rngs={"params": True},
+                split_rngs={"params": True, "dropout": True},
                 in_axes=in_axes,
                 length=depth,
                 axis_name="layers",
@@ -197,10 +212,10 @@ class LayerStack(nn.Module):
                 x, of_layer = layer(c, name=f"layers_{i}")(x, None if cache is None else cache[i], *broadcast)
                 made.append(of_layer)
             cache = tuple(made)
-        x = RMSNorm(name=f"{self.side}_norm")(x)
+        x = Dropout(c.dropout_rate)(RMSNorm(c, name=f"{self.side}_norm")(x))
         if is_encoder or c.tied:
             return x, cache
-        return Kernel((c.embed, c.vocab), ("embed", "vocab"), name="logits_dense")(x), cache
+        return Kernel((c.embed, c.vocab), ("embed", "vocab"), name="logits_dense")(attention.scaled_output(c, x)), cache
 
 
 class Embedder(nn.Module):
@@ -216,25 +231,35 @@ class Embedder(nn.Module):
 
 
 class T5(nn.Module):
-    """Token ids in, logits out; id 0 is padding."""
+    """Token ids in, logits out; id 0 is padding.
+
+    `apply(…, rngs={"dropout": key})` drops by `config.dropout_rate`; without, it is evaluation.
+    """
 
     config: T5Config = T5Config()
 
     def setup(self) -> None:
         self.token_embedder = Embedder(self.config)
         self.encoder = LayerStack(self.config, "encoder")
-        self.decoder = LayerStack(self.config, "decoder")
+        if not self.config.encoder_only:
+            self.decoder = LayerStack(self.config, "decoder")
 
-    def __call__(self, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        """Returns the logits of each target, given the inputs and the targets before it.
+    def __call__(self, inputs: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+        """Computes the logits of each target, given the inputs and the targets before.
 
         Args:
           inputs: [batch, inputs].
-          targets: [batch, targets].
+          targets: [batch, targets]; None for an encoder.
 
         Returns:
-          [batch, targets, vocab], float32.
+          [batch, targets, vocab], float32; of an encoder its output, [batch, inputs, embed].
+
+        Raises:
+          TypeError: an encoder gets targets, or another T5 gets none.
         """
+        attention.require_targets(self.config, targets)
+        if targets is None:
+            return self.encode(inputs)
         return self.decode(attention.shifted_right(targets), self.encode(inputs), inputs)[0]
 
     def encode(self, inputs: jax.Array) -> jax.Array:
@@ -266,7 +291,7 @@ class T5(nn.Module):
             keys = jnp.arange(jax.tree.leaves(layers)[0].shape[-3])
         masks = attention.causal_mask(positions, keys), attention.padding_mask(inputs)
         out, layers = self.decoder(table[tokens], positions, keys, encoded, *masks, cache=layers)
-        logits = out / math.sqrt(c.embed) @ table.T if c.tied else out
+        logits = attention.logits_of_embedding(c, out, table) if c.tied else out
         return logits, None if cache is None else {"index": cache["index"] + count, "layers": layers}
 
     def _table(self) -> jax.Array:

@@ -23,7 +23,6 @@ from flax import nnx
 from orbax_t5x.models import attention
 from orbax_t5x.models.config import T5Config
 
-_EPSILON = 1e-6
 _DEFAULT = T5Config()
 
 
@@ -35,23 +34,23 @@ def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in
 class NnxKernel(nnx.Module):
     """A projection without a bias."""
 
-    def __init__(self, shape: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs):
+    def __init__(self, shape: tuple[int, int], axes: tuple[str, str], *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
+        self.dtype = dtype
         self.kernel = _param(rngs, shape, axes, fan_in=shape[0])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ jnp.asarray(self.kernel[...], jnp.float32)
+        return x.astype(self.dtype) @ jnp.asarray(self.kernel[...], self.dtype)
 
 
 class NnxRMSNorm(nnx.Module):
     """T5's layer norm: no mean is subtracted, and no bias added."""
 
-    def __init__(self, embed: int):
-        self.scale = nnx.Param(jnp.ones(embed), out_sharding=("embed",))
+    def __init__(self, config: T5Config):
+        self.config = config
+        self.scale = nnx.Param(jnp.ones(config.embed), out_sharding=("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        scale = jnp.expand_dims(jnp.asarray(self.scale[...], jnp.float32), range(x.ndim - 1))
-        return x * jax.lax.rsqrt(mean_square + _EPSILON) * scale
+        return attention.normed(self.config, x, self.scale[...])
 
 
 class NnxRelativeBias(nnx.Module):
@@ -71,81 +70,104 @@ class NnxAttention(nnx.Module):
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.heads = config.heads
-        joined = config.heads * config.head_dim
+        joined, dtype = config.heads * config.head_dim, config.dtype
         self.query, self.key, self.value = (
-            NnxKernel((config.embed, joined), ("embed", "joined_kv"), rngs=rngs) for _ in range(3)
+            NnxKernel((config.embed, joined), ("embed", "joined_kv"), rngs=rngs, dtype=dtype) for _ in range(3)
         )
-        self.out = NnxKernel((joined, config.embed), ("joined_kv", "embed"), rngs=rngs)
+        self.out = NnxKernel((joined, config.embed), ("joined_kv", "embed"), rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: jax.Array, memory: jax.Array, bias: jax.Array, cache: Any = None, start: jax.Array | int = 0
+        self,
+        x: jax.Array,
+        memory: jax.Array,
+        bias: jax.Array,
+        drop: attention.Dropout,
+        cache: Any = None,
+        start: jax.Array | int = 0,
     ) -> tuple[jax.Array, Any]:
         query, key, value = (
             projected.reshape(*projected.shape[:-1], self.heads, -1)
             for projected in (self.query(x), self.key(memory), self.value(memory))
         )
         key, value, cache = attention.extended(cache, key, value, start)
-        return self.out(attention.attend(query, key, value, bias).reshape(*x.shape[:-1], -1)), cache
+        mixed = attention.attend(query, key, value, bias, drop)
+        return drop(self.out(mixed.reshape(*x.shape[:-1], -1))), cache
 
 
 class NnxMlp(nnx.Module):
     """The feed-forward layer, gated or not."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        into, axes = (config.embed, config.mlp), ("embed", "mlp")
-        self.gated = config.gated
-        if config.gated:
-            self.wi_0, self.wi_1 = NnxKernel(into, axes, rngs=rngs), NnxKernel(into, axes, rngs=rngs)
-        else:
-            self.wi = NnxKernel(into, axes, rngs=rngs)
-        self.wo = NnxKernel((config.mlp, config.embed), ("mlp", "embed"), rngs=rngs)
+        self.config = config
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.gated:
-            return self.wo(jax.nn.gelu(self.wi_0(x), approximate=True) * self.wi_1(x))
-        return self.wo(jax.nn.relu(self.wi(x)))
+        def wide() -> NnxKernel:
+            return NnxKernel((config.embed, config.mlp), ("embed", "mlp"), rngs=rngs, dtype=config.dtype)
+
+        if config.gated:
+            self.wi_0, self.wi_1 = wide(), wide()
+        else:
+            self.wi = wide()
+        self.wo = NnxKernel((config.mlp, config.embed), ("mlp", "embed"), rngs=rngs, dtype=config.dtype)
+
+    def __call__(self, x: jax.Array, drop: attention.Dropout) -> jax.Array:
+        hidden = attention.activate(self.config, (self.wi_0 if self.config.gated else self.wi)(x))
+        if self.config.gated:
+            hidden = hidden * self.wi_1(x)
+        return drop(self.wo(drop(hidden)))
 
 
 class NnxEncoderLayer(nnx.Module):
     """Self-attention and a feed-forward layer."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        self.pre_attention_layer_norm = NnxRMSNorm(config.embed)
+        self.config = config
+        if config.has_per_layer_bias:
+            self.relpos_bias = NnxRelativeBias(config, bidirectional=True, rngs=rngs)
+        self.pre_attention_layer_norm = NnxRMSNorm(config)
         self.attention = NnxAttention(config, rngs=rngs)
-        self.pre_mlp_layer_norm = NnxRMSNorm(config.embed)
+        self.pre_mlp_layer_norm = NnxRMSNorm(config)
         self.mlp = NnxMlp(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, bias: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, positions: jax.Array, bias: jax.Array, drop: attention.Dropout) -> jax.Array:
+        if self.config.has_per_layer_bias:
+            bias = bias + self.relpos_bias(positions, positions)
         normed = self.pre_attention_layer_norm(x)
-        x = x + self.attention(normed, normed, bias)[0]
-        return x + self.mlp(self.pre_mlp_layer_norm(x))
+        x = x + self.attention(normed, normed, bias, drop)[0]
+        return x + self.mlp(self.pre_mlp_layer_norm(x), drop)
 
 
 class NnxDecoderLayer(nnx.Module):
     """Self-attention, attention to the encoder's output, and a feed-forward layer."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        self.pre_self_attention_layer_norm = NnxRMSNorm(config.embed)
+        self.config = config
+        if config.has_per_layer_bias:
+            self.relpos_bias = NnxRelativeBias(config, bidirectional=False, rngs=rngs)
+        self.pre_self_attention_layer_norm = NnxRMSNorm(config)
         self.self_attention = NnxAttention(config, rngs=rngs)
-        self.pre_cross_attention_layer_norm = NnxRMSNorm(config.embed)
+        self.pre_cross_attention_layer_norm = NnxRMSNorm(config)
         self.encoder_decoder_attention = NnxAttention(config, rngs=rngs)
-        self.pre_mlp_layer_norm = NnxRMSNorm(config.embed)
+        self.pre_mlp_layer_norm = NnxRMSNorm(config)
         self.mlp = NnxMlp(config, rngs=rngs)
 
     def __call__(
         self,
         x: jax.Array,
         encoded: jax.Array,
+        positions: tuple[jax.Array, jax.Array],
         bias: jax.Array,
         cross_mask: jax.Array,
+        drop: attention.Dropout,
         cache: Any,
         start: jax.Array | int,
     ) -> tuple[jax.Array, Any]:
+        if self.config.has_per_layer_bias:
+            bias = bias + self.relpos_bias(*positions)
         normed = self.pre_self_attention_layer_norm(x)
-        mixed, cache = self.self_attention(normed, normed, bias, cache, start)
+        mixed, cache = self.self_attention(normed, normed, bias, drop, cache, start)
         x = x + mixed
-        x = x + self.encoder_decoder_attention(self.pre_cross_attention_layer_norm(x), encoded, cross_mask)[0]
-        return x + self.mlp(self.pre_mlp_layer_norm(x)), cache
+        x = x + self.encoder_decoder_attention(self.pre_cross_attention_layer_norm(x), encoded, cross_mask, drop)[0]
+        return x + self.mlp(self.pre_mlp_layer_norm(x), drop), cache
 
 
 class NnxEmbedder(nnx.Module):
@@ -162,67 +184,103 @@ class NnxEncoder(nnx.Module):
     """The encoder's layers and the norm after them."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        self.relpos_bias = NnxRelativeBias(config, bidirectional=True, rngs=rngs)
+        self.config = config
+        if not config.has_per_layer_bias:
+            self.relpos_bias = NnxRelativeBias(config, bidirectional=True, rngs=rngs)
         self.layers = nnx.List([NnxEncoderLayer(config, rngs=rngs) for _ in range(config.encoder_layers)])
-        self.encoder_norm = NnxRMSNorm(config.embed)
+        self.encoder_norm = NnxRMSNorm(config)
 
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array, drop: attention.Dropout) -> jax.Array:
         positions = jnp.arange(x.shape[1])
-        bias = mask + self.relpos_bias(positions, positions)
+        bias = mask if self.config.has_per_layer_bias else mask + self.relpos_bias(positions, positions)
+        x = drop(x)
         for layer in self.layers:
-            x = layer(x, bias)
-        return self.encoder_norm(x)
+            x = layer(x, positions, bias, drop)
+        return drop(self.encoder_norm(x))
 
 
 class NnxDecoder(nnx.Module):
-    """The decoder's layers, the norm after them, and the logits where they are not tied."""
+    """The decoder's layers, the norm after them, and the logits if they are not tied."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        self.relpos_bias = NnxRelativeBias(config, bidirectional=False, rngs=rngs)
+        self.config = config
+        if not config.has_per_layer_bias:
+            self.relpos_bias = NnxRelativeBias(config, bidirectional=False, rngs=rngs)
         self.layers = nnx.List([NnxDecoderLayer(config, rngs=rngs) for _ in range(config.decoder_layers)])
-        self.decoder_norm = NnxRMSNorm(config.embed)
+        self.decoder_norm = NnxRMSNorm(config)
         if not config.tied:
             self.logits_dense = NnxKernel((config.embed, config.vocab), ("embed", "vocab"), rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, encoded: jax.Array, cross_mask: jax.Array, cache: attention.Cache | None
+        self,
+        x: jax.Array,
+        encoded: jax.Array,
+        cross_mask: jax.Array,
+        cache: attention.Cache | None,
+        drop: attention.Dropout,
     ) -> tuple[jax.Array, attention.Cache | None]:
         start: jax.Array | int = 0
         positions = keys = jnp.arange(x.shape[1])
         if cache is not None:
             start = cache["index"]
             positions, keys = start + positions, jnp.arange(cache["layers"][0]["key"].shape[1])
-        bias = attention.causal_mask(positions, keys) + self.relpos_bias(positions, keys)
-        made = []
+        bias = attention.causal_mask(positions, keys)
+        if not self.config.has_per_layer_bias:
+            bias = bias + self.relpos_bias(positions, keys)
+        made, x = [], drop(x)
         for index, layer in enumerate(self.layers):
-            x, of_layer = layer(x, encoded, bias, cross_mask, None if cache is None else cache["layers"][index], start)
+            of_layer = None if cache is None else cache["layers"][index]
+            x, of_layer = layer(x, encoded, (positions, keys), bias, cross_mask, drop, of_layer, start)
             made.append(of_layer)
-        return self.decoder_norm(x), None if cache is None else {"index": start + x.shape[1], "layers": tuple(made)}
+        x = drop(self.decoder_norm(x))
+        return x, None if cache is None else {"index": start + x.shape[1], "layers": tuple(made)}
 
 
 class NnxT5(nnx.Module):
-    """Token ids in, logits out; id 0 is padding. It is `orbax_t5x.models.nnx.T5`."""
+    """Token ids in, logits out; id 0 is padding. It is `orbax_t5x.models.nnx.T5`.
+
+    Calls with `rngs=nnx.Rngs(dropout=…)` drop by `config.dropout_rate`; calls without are evaluation.
+    """
 
     def __init__(self, config: T5Config = _DEFAULT, *, rngs: nnx.Rngs):
-        if config.scan_layers or config.has_split_heads or config.has_per_layer_bias:
-            raise ValueError("the NNX T5 has unrolled layers, joined heads and one bias per tower")
+        if config.scan_layers or config.has_split_heads:
+            raise ValueError("the NNX T5 has unrolled layers and joined heads")
         self.config = config
         # Axes are logical names: Flax would look for a mesh that has them, at once.
         with nnx.use_eager_sharding(False):
             self.token_embedder = NnxEmbedder(config, rngs=rngs)
             self.encoder = NnxEncoder(config, rngs=rngs)
-            self.decoder = NnxDecoder(config, rngs=rngs)
+            if not config.encoder_only:
+                self.decoder = NnxDecoder(config, rngs=rngs)
 
-    def __call__(self, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        """Returns the logits of each target, given the inputs and the targets before it: [batch, targets, vocab]."""
-        return self.decode(attention.shifted_right(targets), self.encode(inputs), inputs)[0]
+    def __call__(
+        self, inputs: jax.Array, targets: jax.Array | None = None, *, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
+        """Computes the logits of each target, given the inputs and the targets before: [batch, targets, vocab].
 
-    def encode(self, inputs: jax.Array) -> jax.Array:
+        An encoder takes no targets, and returns its output, [batch, inputs, embed].
+
+        Raises:
+          TypeError: an encoder gets targets, or another T5 gets none.
+        """
+        attention.require_targets(self.config, targets)
+        if targets is None:
+            return self.encode(inputs, rngs=rngs)
+        return self.decode(attention.shifted_right(targets), self.encode(inputs, rngs=rngs), inputs, rngs=rngs)[0]
+
+    def encode(self, inputs: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
         """Returns the encoder's output, [batch, inputs, embed]."""
-        return self.encoder(self.token_embedder()[inputs], attention.padding_mask(inputs))
+        table = self.token_embedder().astype(self.config.dtype)
+        return self.encoder(table[inputs], attention.padding_mask(inputs), self._dropout(rngs))
 
     def decode(
-        self, tokens: jax.Array, encoded: jax.Array, inputs: jax.Array, cache: attention.Cache | None = None
+        self,
+        tokens: jax.Array,
+        encoded: jax.Array,
+        inputs: jax.Array,
+        cache: attention.Cache | None = None,
+        *,
+        rngs: nnx.Rngs | None = None,
     ) -> tuple[jax.Array, attention.Cache | None]:
         """Returns the logits after each token, and the cache with the tokens.
 
@@ -231,12 +289,20 @@ class NnxT5(nnx.Module):
           encoded: of `encode`.
           inputs: of `encode`, for their padding.
           cache: of `orbax_t5x.models.attention.empty_cache`, or of the call before.
+          rngs: with a `dropout` stream, in training.
         """
         table = self.token_embedder()
-        out, cache = self.decoder(table[tokens], encoded, attention.padding_mask(inputs), cache)
+        start, mask = table.astype(self.config.dtype)[tokens], attention.padding_mask(inputs)
+        out, cache = self.decoder(start, encoded, mask, cache, self._dropout(rngs))
         if self.config.tied:
-            return out / math.sqrt(self.config.embed) @ table.T, cache
-        return self.decoder.logits_dense(out), cache
+            return attention.logits_of_embedding(self.config, out, table), cache
+        return self.decoder.logits_dense(attention.scaled_output(self.config, out)), cache
+
+    def _dropout(self, rngs: nnx.Rngs | None) -> attention.Dropout:
+        rate = self.config.dropout_rate
+        if rngs is None or not rate:
+            return attention.keep_all
+        return lambda x: attention.dropped(x, rate, rngs.dropout())
 
 
 def decode_greedily(model: NnxT5, inputs: jax.Array, steps: int) -> jax.Array:

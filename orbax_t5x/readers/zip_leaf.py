@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from orbax_t5x.storage.windows import MAX_GAP_BYTES
 class ZipLeaf(RangeLeaf):
     """An array in one member of an archive."""
 
-    __slots__ = ("_archive", "_crc", "_head", "_member", "_name", "_range")
+    __slots__ = ("_archive", "_crc", "_head", "_member", "_name", "_range", "storage")
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class ZipLeaf(RangeLeaf):
         self._archive, self._name = archive, member
         self._range = StridedRange(stored, offset, shape, strides, dtype, swap=swap, kind=CRC32)
         self._member = ByteRange(stored, 0, (archive.members[member].size,), np.dtype(np.uint8), kind=CRC32)
+        self.storage: Hashable = (archive.file.path, member, offset, shape, strides, dtype, swap)
         self._crc = archive.members[member].crc
         self._head = ChecksummedRange(0, len(head), CRC32.extend(0, head))
 

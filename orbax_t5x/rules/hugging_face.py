@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix
+from orbax_t5x.lazy import LazyArray, as_view
 from orbax_t5x.rules.embeddings import EMBEDDING, OF_TOWERS, SHARED, EmbeddingsOfTorch, TowerEmbeddings
 from orbax_t5x.rules.leaf_table import BIAS, SUBLAYERS, Dimensions, LeafTable, dimensions_of, layer_names
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
@@ -128,7 +129,8 @@ class _TiedHead(Transform):
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         wanted = target_prefix(target, "") + _HEAD in target
-        if _HEAD in state and self.tie_word_embeddings and target and not wanted:
+        is_tied = (self.tie_word_embeddings and target) or (self.tie_word_embeddings is None and _is_embedding(state))
+        if _HEAD in state and is_tied and not wanted:
             return {name: value for name, value in state.items() if name != _HEAD}
         if _HEAD in state or not wanted or EMBEDDING not in state:
             return dict(state)
@@ -167,6 +169,17 @@ class _TiedHead(Transform):
                 "config.json means; pass scale_decoder_outputs= to be sure"
             )
         return not gated
+
+
+def _is_embedding(state: FlatState) -> bool:
+    """Tests if the output projection is the embedding's array in the file, as PyTorch saves tied models."""
+    head, embedding = state.get(_HEAD), state.get(EMBEDDING)
+    if not isinstance(head, LazyArray) or not isinstance(embedding, LazyArray):
+        return False
+    leaves = {leaf for value in (head, embedding) for leaf in as_view(value).leaves()}
+    stored = {leaf.storage for leaf in leaves}
+    is_whole = {leaf.shape for leaf in leaves} == {embedding.shape} == {head.shape[::-1]}
+    return len(stored) == 1 and None not in stored and is_whole
 
 
 def hf_t5_to_t5x(

@@ -58,3 +58,9 @@ def test_a_cache_holds_what_was_put_in():
     np.testing.assert_array_equal(keys[0, :, 0, 0], [0, 1, 1, 0])
     np.testing.assert_array_equal(layer["value"], values)
     assert extended(None, new, new, jnp.asarray(0))[2] is None
+
+
+def test_a_largest_distance_within_the_exact_buckets_ends_in_the_last():
+    config = T5Config(buckets=8, max_distance=4)
+    found = position_buckets(config, jnp.asarray([20]), jnp.arange(21), bidirectional=False)
+    np.testing.assert_array_equal(found[0], [7] * 17 + [3, 2, 1, 0])

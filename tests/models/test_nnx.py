@@ -87,6 +87,7 @@ def same_model(config):
     [
         pytest.param(T5Config(encoder_layers=1, decoder_layers=1), id="untied"),
         pytest.param(T5Config(tied=True, gated=False), id="tied"),
+        pytest.param(T5Config(per_layer_bias=True, activation="silu", scale_decoder_outputs=True), id="bias-per-layer"),
     ],
 )
 @pytest.mark.slow
@@ -130,7 +131,7 @@ def test_every_parameter_has_axes_and_trains_where_it_is_split():
         assert leaf.get_value().sharding.is_fully_replicated == (path[-1] == "scale")
 
 
-@pytest.mark.parametrize("option", ["scan_layers", "split_heads", "per_layer_bias"])
+@pytest.mark.parametrize("option", ["scan_layers", "split_heads"])
 def test_layouts_that_it_has_not_are_refused(option):
     with pytest.raises(ValueError, match="unrolled layers"):
         T5(T5Config(**{option: True}), rngs=nnx.Rngs(0))

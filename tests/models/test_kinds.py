@@ -1,0 +1,133 @@
+"""Both models compute what a checkpoint's owner computes: the logits of real Transformers for each kind of T5."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import orbax_t5x as ot
+from orbax_t5x.models import T5Config, config_of, linen
+from orbax_t5x.models import nnx as nnx_models
+from tests.support import t5_model
+
+KINDS = Path(__file__).parents[1] / "goldens" / "hf_models"
+REFUSED = {"longt5_local", "switch_tied", "t5_token"}
+COMPUTED = sorted(path.name for path in KINDS.iterdir() if path.is_dir() and path.name not in REFUSED)
+
+
+def expected(kind):
+    """The models' arguments, and the numbers of Transformers."""
+    with np.load(KINDS / kind / "expected.npz") as golden:
+        ids = golden["input_ids"].astype(np.int32)
+        if "last_hidden_state" in golden:
+            return (ids,), golden["last_hidden_state"]
+        seen = golden["decoder_input_ids"].astype(np.int32)
+        targets = np.concatenate([seen[:, 1:], np.ones_like(seen[:, :1])], axis=1)
+        return (ids, targets), golden["logits"]
+
+
+def test_each_kind_is_computed_or_refused():
+    assert len(COMPUTED) + len(REFUSED) == 12
+    for kind in REFUSED:
+        with pytest.raises(ValueError, match=r"config\.json has"):
+            config_of(KINDS / kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_linen_and_nnx_compute_the_owners_logits(kind):
+    config, (ids, logits) = config_of(KINDS / kind), expected(kind)
+    model = linen.T5(config)
+    target = {"params": jax.eval_shape(model.init, jax.random.key(0), *ids)["params"]}
+    params = ot.restore(KINDS / kind, target, "auto")
+    np.testing.assert_allclose(jax.jit(model.apply)(params, *ids), logits, rtol=2e-5, atol=5e-5)
+    abstract = nnx.eval_shape(lambda: nnx_models.T5(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(ot.restore(KINDS / kind, abstract, "auto"))
+    found = jax.jit(lambda state: nnx.merge(graph, state)(*ids))(state)
+    np.testing.assert_allclose(found, logits, rtol=2e-5, atol=5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [{"activation": "gelu_new"}, {"scale_decoder_outputs": True}, {"max_distance": 128}, {"layer_norm_epsilon": 1e-2}],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_tolerance_tells_functions_apart(change):
+    kind = "gelu_ungated"
+    config, (ids, logits) = config_of(KINDS / kind), expected(kind)
+    model = linen.T5(dataclasses.replace(config, **change))
+    target = {"params": jax.eval_shape(model.init, jax.random.key(0), *ids)["params"]}
+    found = jax.jit(model.apply)(ot.restore(KINDS / kind, target, "auto"), *ids)
+    assert np.abs(found - logits).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["t5_1_0_bin", "t5_encoder"])
+def test_a_tied_file_converts_without_a_projection(tmp_path, kind):
+    """PyTorch's files hold the embedding under four names; T5X's tied model has no `logits_dense`."""
+    ot.convert(KINDS / kind, tmp_path / "t5x", [ot.rules.hf_t5_to_t5x()])
+    with ot.open_checkpoint(tmp_path / "t5x") as opened:
+        assert not [name for name in opened.leaves if "logits_dense" in name or "decoder/token" in name]
+        assert "target/token_embedder/embedding" in opened.leaves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_dropout_needs_a_key(scan_layers):
+    config = T5Config(dropout_rate=0.4, encoder_layers=2, decoder_layers=2, scan_layers=scan_layers)
+    model, variables = t5_model.init(config)
+    params, batch = {"params": variables["params"]}, t5_model.batch(1, size=2, length=6)
+    quiet = linen.T5(dataclasses.replace(config, dropout_rate=0.0))
+    apply = jax.jit(lambda key: model.apply(params, *batch, rngs={"dropout": key}))
+    first, again, other = (apply(jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(model.apply(params, *batch), quiet.apply(params, *batch))
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other) and not np.allclose(first, quiet.apply(params, *batch))
+
+
+@pytest.mark.slow
+def test_dropout_of_nnx_needs_a_stream():
+    model = nnx_models.T5(T5Config(dropout_rate=0.4, encoder_layers=1, decoder_layers=1), rngs=nnx.Rngs(0))
+    batch = t5_model.batch(1, size=2, length=6)
+    first, again, other = (model(*batch, rngs=nnx.Rngs(dropout=seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other) and not np.allclose(first, model(*batch))
+
+
+def test_dropped_entries_are_equal_along_the_length_and_the_mean_stays():
+    from_ones = np.asarray(linen.attention.dropped(jnp.ones((64, 3, 50)), 0.25, jax.random.key(0)))
+    assert set(np.unique(from_ones)) == {np.float32(0), np.float32(1 / 0.75)}
+    np.testing.assert_array_equal(from_ones[:, :1], from_ones[:, 1:2])
+    assert abs(from_ones.mean() - 1) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_activations_in_bfloat16_stay_near(library):
+    config = T5Config(dtype=jnp.bfloat16, encoder_layers=1, decoder_layers=1)
+    exact, batch = dataclasses.replace(config, dtype=jnp.float32), t5_model.batch(1, size=2, length=6)
+    if library == "linen":
+        model, variables = t5_model.init(config)
+        params = {"params": variables["params"]}
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+        found, wanted = model.apply(params, *batch), linen.T5(exact).apply(params, *batch)
+    else:
+        found, wanted = (nnx_models.T5(one, rngs=nnx.Rngs(0))(*batch) for one in (config, exact))
+    assert found.dtype == jnp.float32
+    assert 0 < np.abs(found - wanted).max() < 0.1 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("encoder_only", [False, True])
+def test_arguments_are_those_of_the_kind(encoder_only):
+    config, ids = T5Config(encoder_only=encoder_only), jnp.ones((1, 2), jnp.int32)
+    wrong = (ids, ids) if encoder_only else (ids,)
+    with pytest.raises(TypeError, match="is called with"):
+        jax.eval_shape(linen.T5(config).init, jax.random.key(0), *wrong)
+    with pytest.raises(TypeError, match="is called with"):
+        nnx_models.T5(config, rngs=nnx.Rngs(0))(*wrong)
