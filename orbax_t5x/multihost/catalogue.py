@@ -24,7 +24,8 @@ import jax
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.multihost.coordination import has_backend, key_value_store, service_process_count, service_process_id
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
-from orbax_t5x.storage.transcript import current_transcript, using
+from orbax_t5x.storage.opening import current_recorder
+from orbax_t5x.storage.recorded import using
 
 _Result = TypeVar("_Result")
 
@@ -52,7 +53,7 @@ def opened_once(call: Sequence[Any], path: str, function: Callable[[], _Result])
     Raises:
       CheckpointError: what the function raises on this process, or has raised on the opener; or a process is lost.
     """
-    if current_transcript() is not None or not jax.distributed.is_initialized() or service_process_count() < 2:
+    if current_recorder() is not None or not jax.distributed.is_initialized() or service_process_count() < 2:
         return function()
     is_collective = _is_collective.get()
     if not is_collective and not has_backend():

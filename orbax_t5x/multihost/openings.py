@@ -16,7 +16,8 @@ from orbax_t5x.multihost.coordination import service_process_count, service_proc
 from orbax_t5x.multihost.heartbeat import POLL_SECS, wait_with_living_peers
 from orbax_t5x.multihost.publication import Publication, begun_publications
 from orbax_t5x.storage.error_data import error_as_data, error_from_data
-from orbax_t5x.storage.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpoint, using
+from orbax_t5x.storage.recorded import using
+from orbax_t5x.storage.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpoint
 
 OPENER = 0
 """The process of the coordination service that opens for all."""
@@ -43,7 +44,7 @@ def publish(store: Any, name: str, function: Callable[[], _Result], is_collectiv
     try:
         with using(transcript):
             result = function()
-        whole = transcript.encode()
+            whole = transcript.encode()
     except BaseException as error:
         publication.write({"error": error_as_data(error)})
         raise

@@ -8,6 +8,7 @@ owns the path, the error names what was sought and found.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 
@@ -29,9 +30,8 @@ from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
 from orbax_t5x.readers.unrecognised import missing_error, unrecognised_error
 from orbax_t5x.storage.limits import Limits, check_limits
-from orbax_t5x.storage.locations import can_list, is_link, is_url, open_store
-from orbax_t5x.storage.remote.connection import remote_session
-from orbax_t5x.storage.remote.request_errors import is_denied
+from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.opening import opening
 
 # Formats whose marks make a directory one checkpoint; in a root, files of the others lie beside the steps.
 _CHECKPOINTS: tuple[Format, ...] = (ORBAX, T5X)
@@ -77,7 +77,7 @@ def open_checkpoint(
     check_item(item)
     check_limits(limits)
     limits = limits if limits is not None else Limits()
-    with remote_session(limits) as session:
+    with opening(limits) as session:
         checkpoint = _open_path(text, format, item, limits)
     checkpoint.also_close(session.close_idle)
     checkpoint.given_path = text
@@ -109,14 +109,14 @@ def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Check
         if row.recognise(probe):
             return _open(row, probe.path, limits, item)
     steps = _listed_steps(probe.path)
-    if any(not is_link(os.path.join(probe.path, step.name)) for step in steps):
+    if any(not files_at(os.path.join(probe.path, step.name)).is_link() for step in steps):
         return _open_path(newest_directory(probe.path, steps), None, item, limits)
     if row := _format_of_files(probe):
         return _open(row, probe.path, limits, item)
     if steps := finished_steps(probe.path):
         return _open_path(newest_directory(probe.path, steps), None, item, limits)
     if newest := newest_file(probe):
-        checkpoint = _open_path(open_store(probe.path).locate(newest.name), None, item, limits)
+        checkpoint = _open_path(files_at(probe.path).locate(newest.name), None, item, limits)
         checkpoint.step = newest.step
         return checkpoint
     if row := next((row for row in _LOOSE if row.recognise_unmarked(probe)), None):
@@ -126,12 +126,13 @@ def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Check
 
 def _listed_steps(directory: str) -> list[Step]:
     """Lists the finished steps of a directory; none where the store lists nothing, or not to this user."""
-    if is_url(directory) and not can_list(directory):
+    files = files_at(directory)
+    if not files.can_list:
         return []
     try:
         return finished_steps(directory)
     except CheckpointIOError as error:
-        if error.__cause__ is None or not is_denied(error.__cause__):
+        if error.errno != errno.EACCES or not files.is_remote:
             raise
         return []
 

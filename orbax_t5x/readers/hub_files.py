@@ -23,8 +23,8 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.open_flag import close_all
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.store import Store
-from orbax_t5x.storage.strict_json import parse_object, read_small
+from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.strict_json import parse_object
 
 _CONFIG = "config.json"
 # How the Hugging Face trainer names its steps.
@@ -33,14 +33,13 @@ LFS_POINTER = b"version https://git-lfs"
 """The first bytes of a file that Git LFS has not fetched."""
 
 
-def read_config(root: Store, limits: Limits) -> Mapping[str, Any]:
+def read_config(root: Files, limits: Limits) -> Mapping[str, Any]:
     """Reads the model's configuration, or the reason why it cannot be read; the arrays do not need it."""
     try:
-        if root.is_remote:
-            root.read_ahead([_CONFIG], limit=limits.json_bytes)
-            if not root.has_file(_CONFIG):
-                return {"config": None}
-        data = read_small(root, _CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")
+        root.read_ahead([_CONFIG], limit=limits.json_bytes)
+        if not root.exists(_CONFIG):
+            return {"config": None}
+        data = root.read_whole(_CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")
         return {"config": parse_object(data, root.join(_CONFIG), allow_nan=True)}
     except CheckpointNotFoundError:
         return {"config": None}
@@ -72,10 +71,9 @@ class ModelFiles(abc.ABC):
     format: ClassVar[str]
     suffix: ClassVar[str]
 
-    def __init__(self, root: Store, limits: Limits):
+    def __init__(self, root: Files, limits: Limits):
         self._root = root
         self._limits = limits
-        self._files = root.open_files()
         self._closers: list[Callable[[], None]] = []
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
@@ -87,7 +85,7 @@ class ModelFiles(abc.ABC):
     def add_file(self, name: str) -> None:
         """Adds all leaves of one file."""
 
-    def add_config(self, store: Store) -> None:
+    def add_config(self, store: Files) -> None:
         """Adds the model's configuration, if it is beside the files."""
         self._metadata.update(read_config(store, self._limits))
 
@@ -118,7 +116,7 @@ class ModelFiles(abc.ABC):
             leaves=self._leaves,
             empties=self._empties,
             metadata=self._metadata,
-            close=functools.partial(close_all, (self._files.close, *self._closers)),
+            close=functools.partial(close_all, (self._root.close, *self._closers)),
             index_bytes=self._bytes,
         )
 
@@ -130,7 +128,7 @@ class ModelFiles(abc.ABC):
 
     def _read_index(self, index: str, path: str) -> Mapping[str, str]:
         """Reads an index; returns the file of each leaf, in the index's own directory."""
-        data = read_small(self._root, index, limit=self._limits.index_bytes)
+        data = self._root.read_whole(index, limit=self._limits.index_bytes)
         refuse_lfs_pointer(data, path)
         parsed = parse_object(data, path)
         file_of = parsed.get("weight_map")

@@ -13,9 +13,9 @@ from orbax_t5x.readers.detect.user_path import path_text
 from orbax_t5x.readers.flax_msgpack.root import StepFile, step_files
 from orbax_t5x.readers.formats import is_owned, open_checkpoint
 from orbax_t5x.readers.orbax.steps import finished_steps
-from orbax_t5x.storage.locations import open_store
-from orbax_t5x.storage.remote.connection import remote_session
-from orbax_t5x.storage.store import Store
+from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.opening import opening
+from orbax_t5x.storage.store import Files
 
 
 @guarded
@@ -43,7 +43,7 @@ def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int
       >>> ot.latest_step(directory)
       20
     """
-    with remote_session():
+    with opening():
         return _latest_step(path_text(root), validated)
 
 
@@ -52,7 +52,7 @@ def _latest_step(root: str, validated: bool) -> int | None:
     if probe.kind != "directory":
         return None
     steps = finished_steps(probe.path) or _step_files(probe)
-    place = open_store(probe.path)
+    place = files_at(probe.path)
     if not validated:
         if not steps:
             return None
@@ -71,7 +71,7 @@ def _step_files(probe: PathProbe) -> Sequence[StepFile]:
     return [] if is_owned(probe) else step_files(probe)
 
 
-def _problem_of(root: Store, name: str) -> CheckpointError | None:
+def _problem_of(root: Files, name: str) -> CheckpointError | None:
     """Opens a step and returns the first error, or None."""
     try:
         with open_checkpoint(root.locate(name)) as checkpoint:

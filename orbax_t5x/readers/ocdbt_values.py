@@ -186,7 +186,7 @@ class OcdbtValues(Values):
         try:
             return ts.ocdbt.dump(memory, node).result()
         except (ValueError, NotImplementedError) as error:
-            raise typed_error(error, path=self.path, leaf=None, doing=_DOING) from error
+            raise typed_error(error, path=self.path, leaf=None, doing=_DOING, is_remote=True) from error
 
     def _location(self, text: str) -> _Location:
         """Parses TensorStore's text of a location: kind, base and name of the file, offset and size."""

@@ -14,7 +14,6 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.storage import locations
 from orbax_t5x.storage.remote.request_errors import is_ignored_range, remote_error
 
 # Where TensorStore's message goes on with the whole spec and other payloads, which add nothing to the error.
@@ -35,13 +34,13 @@ def os_error_number(error: BaseException) -> int | None:
     return None if found is None else int(found["errno"])
 
 
-def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str) -> CheckpointError:
-    """Types a failure inside TensorStore, in what was being done for a leaf (`doing`)."""
+def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str, is_remote: bool) -> CheckpointError:
+    """Types a failure inside TensorStore, in an action (`doing`) for a leaf."""
     text = _PAYLOADS.sub("", str(error))
     match = _STATUS.match(text)
     status = match["status"] if match else ""
     message = f"{doing}: {text[match.end() if match else 0 :]}"
-    if locations.is_url(path):
+    if is_remote:
         return _typed_remote(error, status, message, path, leaf)
     if not os.path.isdir(path):
         return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)

@@ -216,7 +216,9 @@ class TensorStoreLeaf(Leaf):
                 # stats again.
                 again = ReadStats(stats.verify)
                 await run_in_pool(reader_pool(), self._files.check_unchanged, again, leaf=self.name)
-            raise typed_error(error, path=self.path, leaf=self.name, doing="reading it") from error
+            raise typed_error(
+                error, path=self.path, leaf=self.name, doing="reading it", is_remote=self.is_remote
+            ) from error
         for out, buffer in copies:
             out[...] = buffer
         stats.count(self.bytes_of(tuple(first)))

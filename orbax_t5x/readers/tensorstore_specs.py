@@ -12,7 +12,6 @@ import tensorstore as ts
 
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.storage.remote.transport import REQUEST_SETTINGS
-from orbax_t5x.storage.transcript import observed
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
 FILE_IO_CONCURRENCY = 16
@@ -35,7 +34,7 @@ def make_context() -> ts.Context:
 def array_spec(
     directory: Mapping[str, Any], name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False
 ) -> dict[str, Any]:
-    """Makes the spec of one array of a checkpoint; `directory` is that of `Store.kvstore`.
+    """Makes the spec of one array of a checkpoint; `directory` is that of `Files.kvstore`.
 
     The name is the array's key prefix in an OCDBT database, or the path of its directory. With `absent_is_fill`, a
     chunk that is not there stands for the fill value.
@@ -68,11 +67,8 @@ def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
 def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:
     """Reads the manifest and the root node of an OCDBT database, which every array of it needs."""
     spec = {**_database(directory), "path": ""}
-
-    def read() -> None:
-        try:
-            ts.KvStore.open(spec, context=context).result().read("/").result()
-        except (ValueError, NotImplementedError) as error:
-            raise typed_error(error, path=path, leaf=None, doing="opening its OCDBT database") from error
-
-    observed(["database", path], read)
+    try:
+        ts.KvStore.open(spec, context=context).result().read("/").result()
+    except (ValueError, NotImplementedError) as error:
+        is_remote, doing = directory["driver"] != "file", "opening its OCDBT database"
+        raise typed_error(error, path=path, leaf=None, doing=doing, is_remote=is_remote) from error

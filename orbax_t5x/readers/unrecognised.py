@@ -19,7 +19,7 @@ from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.orbax.steps import finished_steps, step_of_name
 from orbax_t5x.readers.tf_bundle.format import prefix_of_shard
-from orbax_t5x.storage.locations import can_list, is_url
+from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import LEADS_OUT
 from orbax_t5x.text.wording import listed
 
@@ -38,7 +38,7 @@ _CLOSE = 0.8
 def missing_error(path: str, text: str) -> CheckpointError:
     """Makes the error of a path that does not exist, with names that its user may have meant."""
     message = "no such file or directory, and no TensorFlow bundle with this prefix"
-    if is_url(path):
+    if files_at(path).is_remote:
         return _missing_remotely(path, message)
     if cut := _CUT_URL.fullmatch(text):
         return CheckpointNotFoundError(f"no such file or directory; of a URL, open '{cut[1]}://{cut[2]}'", path=path)
@@ -57,7 +57,7 @@ def missing_error(path: str, text: str) -> CheckpointError:
 
 def _missing_remotely(url: str, message: str) -> CheckpointError:
     """Makes the same error for a URL: on a web server a directory without a checkpoint's files looks like nothing."""
-    if can_list(url) or os.path.splitext(url)[1] in _FILE_SUFFIXES:
+    if files_at(url).can_list or os.path.splitext(url)[1] in _FILE_SUFFIXES:
         return CheckpointNotFoundError(message, path=url)
     return UnsupportedCheckpointError(
         "nothing of a checkpoint is here, and web servers do not list their files: of a root, open a step by its own "
@@ -85,9 +85,8 @@ def unrecognised_error(probe: PathProbe, formats: Sequence[Format]) -> Checkpoin
         return UnsupportedCheckpointError(foreign.what, path=probe.path, fix=Fix(foreign.way_out))
     sought = "; ".join(row.sought for row in formats)
     if probe.kind == "directory":
-        if outside := [
-            name for name in sorted(probe.names) if not is_url(probe.path) and probe.inside(name).kind == "outside"
-        ]:
+        is_remote = files_at(probe.path).is_remote
+        if outside := [name for name in sorted(probe.names) if not is_remote and probe.inside(name).kind == "outside"]:
             return UnsafeCheckpointError(
                 f"{LEADS_OUT}, and nothing else here is a checkpoint; open what it leads to by its own path",
                 path=os.path.join(probe.path, outside[0]),

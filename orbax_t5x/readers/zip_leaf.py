@@ -44,7 +44,7 @@ class ZipLeaf(RangeLeaf):
           shape, strides, dtype, swap: see `StridedRange`.
           head: the first bytes of the member, where opening read them.
         """
-        super().__init__(name, archive.file.path, shape, dtype)
+        super().__init__(name, archive.file, shape, dtype)
         stored = member_bytes(archive, member, name)
         self._archive, self._name = archive, member
         self._range = StridedRange(stored, offset, shape, strides, dtype, swap=swap, kind=CRC32)

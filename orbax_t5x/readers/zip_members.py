@@ -279,4 +279,4 @@ def member_bytes(archive: Archive, name: str, leaf: str) -> DeferredExtents:
             raise error_at(error, path=archive.file.path, leaf=leaf) from None
         return JoinedExtents(archive.file, [ByteExtent(start, archive.members[name].size)])
 
-    return DeferredExtents(archive.file.path, find)
+    return DeferredExtents(archive.file, find)

@@ -22,8 +22,8 @@ from orbax_t5x.provenance.runs import RunKey, StepMarker
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.custom_metadata import read_custom_metadata
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, TEMPORARY_MARK, step_of_name
+from orbax_t5x.storage.opening import opening
 from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.remote.connection import remote_session
 
 # Steps that are read at the same time. More would read steps in vain, since the newest older step mostly has a record;
 # fewer would wait for a bucket more often.
@@ -81,7 +81,7 @@ def newest_lineage(run: RunKey, *, except_step: int) -> Lineage | None:
     A newest step without a record, in a run where an older one has one, is unrecorded.
     """
     newest_has_none = False
-    with remote_session():
+    with opening():
         steps = [one for one in _steps_below(run.root) if one.step != except_step]
         for index, lineage in _read_lineages(steps, run.item):
             if (lineage is None and newest_has_none) or not _is_finished(steps, index):
@@ -100,7 +100,7 @@ def has_finished_step(run: RunKey, saved: StepMarker | None, *, except_step: int
       saved: the step that was saved last, as far as that is known.
       except_step: the one that is being saved.
     """
-    with remote_session():
+    with opening():
         if saved is not None and is_file(*saved):
             return True
         steps = [one for one in _steps_below(run.root) if one.step != except_step]
@@ -112,7 +112,7 @@ def has_older_record(directory: str | os.PathLike[str]) -> bool:
     item = step_item(directory)
     if item is None:
         return False
-    with remote_session():
+    with opening():
         steps = [one for one in _steps_below(item.run.root) if one.step < item.step]
         records = _read_lineages(steps, item.run.item)
         return any(lineage is not None and _is_finished(steps, index) for index, lineage in records)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from orbax_t5x.errors import CorruptCheckpointError, Fix, UnsupportedCheckpointError
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import is_directory, open_store, resolved
+from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
@@ -119,11 +119,10 @@ def lora_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> LoraConfi
     """
     if not isinstance(config, str | os.PathLike):
         return _Settings(dict(config), None).lora()
-    path = resolved(os.path.expanduser(os.fspath(config)))
-    if is_directory(path):
-        path = resolved(f"{path}/{_FILE}")
+    given = files_at(os.path.expanduser(os.fspath(config)))
+    path = files_at(f"{given.path}/{_FILE}").path if given.is_directory() else given.path
     directory, _, name = path.rpartition("/")
-    data = open_store(directory or "/").read_whole(name, limit=Limits().json_bytes)
+    data = files_at(directory or "/").read_whole(name, limit=Limits().json_bytes)
     return _Settings(parse_object(data, path), path).lora()
 
 

@@ -28,8 +28,6 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.paths import FileIdentity, Root, io_error
-from orbax_t5x.storage.store import OpenFiles
-from orbax_t5x.storage.transcript import Viewpoint, current_transcript, observed
 from orbax_t5x.storage.windows import fill_held, is_held
 
 # Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
@@ -39,24 +37,23 @@ _MAX_BUFFERS = 1024
 
 
 class File:
-    """A regular file inside a root. Made by `FileSet.file`; reads may come from any thread.
+    """Regular file inside a root. Made by `FileSet.file`; reads may come from any thread.
 
     Attributes:
       name: relative to the root.
       path: for messages.
       size: in bytes, when the checkpoint was opened.
+      is_remote: see `StoredFile`.
     """
 
-    __slots__ = ("_files", "_identity", "_viewpoint", "name", "path", "size")
+    __slots__ = ("_files", "_identity", "name", "path", "size")
+    is_remote = False
 
     def __init__(self, files: FileSet, name: str, found: os.stat_result):
         self._files = files
         self._identity = FileIdentity.of(found)
-        transcript = current_transcript()
-        # Of a file that another process has measured, until this one has opened it.
-        self._viewpoint: Viewpoint | None = None if transcript is None else transcript.viewpoint
         self.name: str = name
-        self.path: str = files.root.join(name)
+        self.path: str = files.join(name)
         self.size: int = found.st_size
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
@@ -95,10 +92,8 @@ class File:
 
         It costs one `fstat`. A file that is the same then was the same before.
         """
-        if not is_held(self):
-            observed(["unchanged", self.path, leaf], lambda: self._check_unchanged(leaf))
-
-    def _check_unchanged(self, leaf: str | None) -> None:
+        if is_held(self):
+            return
         fd = self._files.acquire(self, leaf)
         try:
             if FileIdentity.of(os.fstat(fd)) != self._identity:
@@ -141,10 +136,6 @@ class File:
             raise CorruptCheckpointError(
                 f"bytes {offset} to {offset + size} requested of a file of {self.size} bytes", path=self.path, leaf=leaf
             )
-        request = ["bytes", self.path, offset, size]
-        return observed(request, lambda: self._read(offset, size, leaf), unpack=bytearray)
-
-    def _read(self, offset: int, size: int, leaf: str | None) -> bytearray:
         data = bytearray(size)
         if size:
             self.read_into(offset, [np.frombuffer(data, np.uint8)], leaf=leaf)
@@ -157,34 +148,13 @@ class File:
     def open(self, leaf: str | None) -> Descriptor:
         """Opens the file that was measured."""
         try:
-            opened, found = self._files.root.open(self.name, leaf=leaf)
+            opened, found = self._files.open(self.name, leaf=leaf)
         except CheckpointNotFoundError as error:
-            if self._viewpoint is not None:
-                raise self._difference(self._viewpoint, "missing", leaf) from error
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf) from error
-        if self._viewpoint is not None:
-            self._compare(self._viewpoint, FileIdentity.of(found), leaf)
         if FileIdentity.of(found) != self._identity:
             opened.close()
             raise CheckpointGoneError("was replaced after the checkpoint was opened", path=self.path, leaf=leaf)
         return opened
-
-    def _compare(self, viewpoint: Viewpoint, own: FileIdentity, leaf: str | None) -> None:
-        """Compares the file with what another process has measured, and keeps this process's measurement.
-
-        Each host may have the files on a disk of its own, where inodes and modification times are others.
-        """
-        there = self._identity
-        if own.size != there.size:
-            raise self._difference(viewpoint, own.size, leaf)
-        if own.inode == there.inode and own.modified_ns != there.modified_ns:
-            raise CheckpointGoneError("changed after the checkpoint was opened", path=self.path, leaf=leaf)
-        self._identity = own
-        self._viewpoint = None
-
-    def _difference(self, viewpoint: Viewpoint, here: object, leaf: str | None) -> CheckpointGoneError:
-        message, fix = viewpoint.difference("its size in bytes", here, self._identity.size)
-        return CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
 
 
 def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
@@ -199,14 +169,14 @@ def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
     return rest
 
 
-class FileSet(OpenFiles):
-    """The open files of one checkpoint: at most `max_open` descriptors beyond those in use at the moment.
+class FileSet(Root):
+    """Root with open files: at most `max_open` descriptors beyond those in use at the moment.
 
     They are closed by `close`, or when neither the set nor one of its files is referred to any more.
     """
 
-    def __init__(self, root: Root, *, max_open: int = _MAX_OPEN_FILES):
-        self.root = root
+    def __init__(self, path: str | os.PathLike[str], *, max_open: int = _MAX_OPEN_FILES):
+        super().__init__(path)
         self._max_open = max_open
         self._lock = threading.Lock()
         # By name: a file refers to its set, and a cycle would keep descriptors until a garbage collection.
@@ -215,13 +185,13 @@ class FileSet(OpenFiles):
         self._closed = False
 
     def file(self, name: str, *, leaf: str | None = None) -> File:
-        return File(self, name, self.root.stat(name, leaf=leaf))
+        """Stats a file without reading it."""
+        return File(self, name, self.stat(name, leaf=leaf))
 
     def require_open(self) -> None:
+        """Raises ValueError after `close`."""
         if self._closed:
-            raise for_caller(
-                ValueError(f"{self.root.path}: the checkpoint is closed; its leaves can no longer be read")
-            )
+            raise for_caller(ValueError(f"{self.path}: the checkpoint is closed; its leaves can no longer be read"))
 
     def acquire(self, file: File, leaf: str | None) -> int:
         """Returns the descriptor of a file, kept open until `release`."""
@@ -265,6 +235,7 @@ class FileSet(OpenFiles):
             self._open.pop(name).close()
 
     def close(self) -> None:
+        """Closes the files; later reads are a ValueError."""
         with self._lock:
             self._closed = True
             self._close_idle(keep=0)

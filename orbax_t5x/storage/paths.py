@@ -25,7 +25,6 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
 )
 from orbax_t5x.storage.descriptor import Descriptor
-from orbax_t5x.storage.transcript import observed
 
 _Error = TypeVar("_Error", bound=CheckpointError)
 
@@ -126,14 +125,23 @@ class FileIdentity(NamedTuple):
 
 
 class Root:
-    """A directory that the caller named, and that names from files may not leave.
+    """Directory that the caller named, and that names from files may not leave.
 
     Attributes:
-      path: the directory, resolved.
+      named: the absolute path, with symlinks as the caller gave them.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path: str = os.path.realpath(path)
+        """Looks at nothing yet."""
+        self.named: str = os.path.abspath(path)
+        self._path: str | None = None
+
+    @property
+    def path(self) -> str:
+        """The directory, resolved once."""
+        if self._path is None:
+            self._path = os.path.realpath(self.named)
+        return self._path
 
     def join(self, name: str) -> str:
         """Returns the path of a name, for messages."""
@@ -171,10 +179,6 @@ class Root:
 
     def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
         """Returns the stat of the file that `open` would open, with the same errors."""
-        request = ["stat", self.path, name, leaf]
-        return observed(request, lambda: self._stat(name, leaf), _stat_as_data, _stat_from_data)
-
-    def _stat(self, name: str, leaf: str | None) -> os.stat_result:
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
@@ -184,22 +188,10 @@ class Root:
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
         """Returns the resolved path of an existing file or directory inside the root; errors as `open`."""
-        return observed(["locate", self.path, name, leaf], lambda: self._locate(name, leaf))
-
-    def _locate(self, name: str, leaf: str | None) -> str:
         with self._walk(name, leaf) as (directory, last, path):
             if last is not None:
                 os.stat(last, dir_fd=directory, follow_symlinks=False)
             return path
-
-
-def _stat_as_data(found: os.stat_result) -> list[int]:
-    return [found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns]
-
-
-def _stat_from_data(data: list[int]) -> os.stat_result:
-    mode, inode, size, modified_ns = data
-    return os.stat_result((mode, inode, 0, 1, 0, 0, size, 0, modified_ns // 10**9, 0), {"st_mtime_ns": modified_ns})
 
 
 def _require_regular(found: os.stat_result, path: str, leaf: str | None) -> None:

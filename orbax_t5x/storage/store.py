@@ -1,14 +1,14 @@
-"""Interface of readers to files: a read-only store of files below one root.
+"""Interface of readers to bytes: the files below one root, and each file.
 
-There are two. `LocalStore` is a directory of this machine: names are walked with file descriptors, reads are `preadv`.
-`RemoteStore` is a prefix of a bucket or of a web server: files are objects, reads are requests for byte ranges. Readers
-know neither: they get files from a store, for small files whole, and for the key-value store that TensorStore is to
-read chunked arrays from. A name is always relative, with '/', and never leaves the root.
+`LocalFiles` is a directory of this machine: names are walked with file descriptors, reads are `preadv`. `RemoteFiles`
+is a prefix of a bucket or of a web server: files are objects, reads are requests for byte ranges. Readers know neither;
+`files_at` alone makes them. A name is always relative, with '/', and never leaves the root; only the root itself, which
+the caller named, may be a symlink to anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,17 +25,27 @@ class ReadAhead(Protocol):
         ...
 
 
-class StoredFile(Protocol):
-    """One file of a store; reads may come from any thread."""
+class FilePlace(Protocol):
+    """Place of bytes: a file, some of its ranges, or a root.
+
+    Attributes:
+      is_remote: whether reading waits for another machine.
+    """
+
+    is_remote: bool
+
+    @property
+    def path(self) -> str:
+        """The path for messages; a URL if it is remote."""
+        ...
+
+
+class StoredFile(FilePlace, Protocol):
+    """File below a root; reads may come from any thread."""
 
     @property
     def name(self) -> str:
         """The name, relative to the root."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """The path for messages; a URL where the store is remote."""
         ...
 
     @property
@@ -45,7 +55,7 @@ class StoredFile(Protocol):
 
     @property
     def known_size(self) -> int | None:
-        """The size where it is known without a request."""
+        """The size, or None if it takes a request."""
         ...
 
     def require_size(self, size: int) -> bool:
@@ -75,13 +85,13 @@ class StoredFile(Protocol):
 
         Args:
           ranges: to read.
-          into: the buffers that `read_into` will be given for each, which a remote store may fill before; none where
+          into: the buffers that `read_into` will be given for each, which a remote store may fill before; empty if
             they are not known yet, or hold other bytes until then.
         """
         ...
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """Proves that what was read so far is what the file held when the checkpoint was opened.
+        """Proves that the bytes read so far are as the file held them when the checkpoint was opened.
 
         Raises:
           CheckpointGoneError: it is not.
@@ -94,28 +104,12 @@ class StoredFile(Protocol):
         ...
 
 
-class OpenFiles(Protocol):
-    """The files of one checkpoint that are being read."""
-
-    def file(self, name: str, *, leaf: str | None = None) -> StoredFile:
-        """Stats a file without reading it."""
-        ...
-
-    def require_open(self) -> None:
-        """Raises ValueError after `close`."""
-        ...
-
-    def close(self) -> None:
-        """Makes later reads a ValueError."""
-        ...
-
-
 class Snapshot(Protocol):
     """Files that TensorStore reads by itself, remembered as they were when the checkpoint was opened.
 
     Attributes:
-      clock: of the remote store that holds them; None where they are local.
-      is_for_all: whether this process compares them for all processes of its job, also where it reads nothing of them.
+      clock: of the remote store that holds them; None for local files.
+      is_for_all: whether this process compares them for all processes of its job, also if it reads nothing of them.
     """
 
     clock: ResponseClock | None
@@ -135,9 +129,9 @@ class Snapshot(Protocol):
 
 
 class ArrayDirectory(NamedTuple):
-    """The directory of one array that TensorStore reads by itself, with the bytes of its metadata file.
+    """Directory of one array that TensorStore reads by itself, with the bytes of its metadata file.
 
-    `identity` is equal for two names of the same directory; `kvstore` is that of `Store.kvstore`; `files` are as they
+    `identity` is equal for two names of the same directory; `kvstore` is that of `Files.kvstore`; `files` are as they
     were before the metadata were read.
     """
 
@@ -148,16 +142,71 @@ class ArrayDirectory(NamedTuple):
     files: Snapshot
 
 
-class Store(Protocol):
-    """The files below one root.
+class Look(NamedTuple):
+    """Result of a look at a path.
 
     Attributes:
-      path: the root: a directory, resolved, or a URL without a slash at its end.
-      is_remote: whether it is a URL.
+      kind: "file", "directory", "missing", "special" (a FIFO, a socket, a device), or "outside" (a link that leads out
+        of the root).
+      head, tail: the first and last bytes of a file.
+      size: of a file; None if a remote store does not report it.
+      names: of the entries of a directory.
     """
 
-    path: str
-    is_remote: bool
+    kind: str
+    head: bytes = b""
+    tail: bytes = b""
+    size: int | None = 0
+    names: frozenset[str] = frozenset()
+
+
+class Subdirectories(NamedTuple):
+    """The names of what may be directories in a directory, and of links that lead out, to whatever it is."""
+
+    inside: list[str]
+    outside: list[str]
+
+
+class Files(FilePlace, Protocol):
+    """Files below one root, and the root itself.
+
+    `path` is the root: a directory, resolved, or a URL without a slash at its end.
+
+    Attributes:
+      named: the root as the caller named it, absolute: symlinks are not resolved.
+      can_list: whether the store lists its files; web servers do not.
+    """
+
+    named: str
+    can_list: bool
+
+    # -- the root itself; the caller's symlinks are followed
+
+    def is_link(self) -> bool:
+        """Reports whether the root is a symlink; a URL is not."""
+        ...
+
+    def is_file(self) -> bool:
+        """Reports whether the root is a file, or a link to a file; nothing is opened."""
+        ...
+
+    def is_directory(self) -> bool:
+        """Reports whether the root is a directory, or a link to it; of a URL, whether files are below it."""
+        ...
+
+    def names(self) -> list[str]:
+        """Lists the names in the root, sorted; a remote store may list only files that mark a checkpoint."""
+        ...
+
+    def subdirectories(self) -> Subdirectories:
+        """Lists the directories in the root; links in it are followed as far as they stay inside."""
+        ...
+
+    def may_hold_steps(self) -> bool:
+        """Reports whether listing the root may find steps, at a price worth paying."""
+        ...
+
+    # -- names below
 
     def join(self, name: str) -> str:
         """Returns the path of a name, for messages."""
@@ -167,33 +216,68 @@ class Store(Protocol):
         """Returns the path of a file or directory inside the root; locally it exists and is resolved."""
         ...
 
-    def open_files(self) -> OpenFiles:
-        """Makes a new set of open files."""
+    def exists(self, name: str = "") -> bool:
+        """Reports whether something has this name, a dangling symlink included; remotely, whether it is a file."""
         ...
 
-    def read_whole(self, name: str, *, limit: int, leaf: str | None = None) -> bytes:
-        """Reads all bytes of a file, which must not hold more than `limit`; see `strict_json.read_small`."""
+    def has_file(self, name: str) -> bool:
+        """Reports whether a name is a regular file; nothing is opened.
+
+        A link that leads out of the root counts without being followed: opening it reports the problem.
+        """
         ...
 
-    def stat_ahead(self, names: Sequence[str]) -> None:
-        """Announces files that will be statted, so that a remote store handles them in one batch."""
-        ...
-
-    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        """Announces files that will be read whole, as `stat_ahead`."""
+    def has_files(self, names: Sequence[str]) -> list[bool]:
+        """Reports for each name whether the file exists inside the root."""
         ...
 
     def require_file(self, name: str) -> None:
         """Raises unless a file of this name exists inside the root."""
         ...
 
-    def has_file(self, name: str) -> bool:
-        """Reports whether a file of this name exists."""
+    def look(self, name: str = "", *, head: int, tail: int) -> Look:
+        """Looks at the root, or at a name below it, of which only a file is read; never blocks.
+
+        Args:
+          name: below the root; "" for the root.
+          head, tail: the most bytes to read of a file's beginning and end.
+
+        Raises:
+          CheckpointIOError: the store refused.
+        """
         ...
 
-    def has_files(self, names: Sequence[str]) -> list[bool]:
-        """Reports for each name whether the file exists."""
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
+        """Reads all bytes of a file, at most `limit`; `bound` is the name of that limit in errors."""
         ...
+
+    def read_end(self, name: str, size: int) -> bytes:
+        """Reads the last `size` bytes of a file, or all of a shorter one."""
+        ...
+
+    def file(self, name: str, *, leaf: str | None = None) -> StoredFile:
+        """Stats a file without reading it."""
+        ...
+
+    def require_open(self) -> None:
+        """Raises ValueError after `close`."""
+        ...
+
+    def close(self) -> None:
+        """Makes later reads of the files a ValueError."""
+        ...
+
+    # -- announcements, which cost nothing locally
+
+    def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
+        """Announces files that will be statted, some beside the root, so that a remote store batches them."""
+        ...
+
+    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
+        """Announces files that will be read whole, as `stat_ahead`."""
+        ...
+
+    # -- what TensorStore reads by itself
 
     def kvstore(self, name: str) -> dict[str, Any] | Values:
         """Returns TensorStore's spec of a directory, without the slash at the path's end; "" for the root.
@@ -202,10 +286,30 @@ class Store(Protocol):
         """
         ...
 
-    def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> Snapshot:
-        """Returns the files of an array; of a remote one, only `metadata` is looked at."""
+    def entries(self, name: str) -> dict[str, bool]:
+        """Lists a directory, all of it if the store does that at once: by name, whether it is a directory."""
+        ...
+
+    def require_plain(self, name: str, *, leaf: str | None = None) -> None:
+        """Checks that a directory holds plain files alone, at any depth, if a library opens them by their names."""
+        ...
+
+    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Snapshot:
+        """Remembers files and directories; of a remote store, only the file `metadata`, which describes them."""
         ...
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        """Opens the directory of an array once and returns all that opening it needs; see `array_files`."""
+        """Opens the directory of an array once and returns all that opening it needs; see `snapshot`."""
+        ...
+
+    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
+        """Runs a check of files that a library reads by itself; `what` and `name` say which."""
+        ...
+
+    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
+        """Returns an array's metadata if opening it need not read them, or None."""
+        ...
+
+    def note_array(self, array: Any) -> None:
+        """Notes an array that TensorStore has opened, for `known_metadata`."""
         ...

@@ -7,15 +7,10 @@ read from. Its nesting is bounded by the interpreter's recursion limit, which be
 from __future__ import annotations
 
 import json
-import os
 from typing import Any, NoReturn, cast
 
-from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, LimitExceededError
-from orbax_t5x.storage.paths import Root, io_error
-from orbax_t5x.storage.store import Store
-from orbax_t5x.storage.transcript import observed
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
 
-_READ_CHUNK_BYTES = 1 << 24
 # What Python makes of one such character, at most: an object, what its first pair adds, a list, a pair, an element.
 _OBJECT_BYTES, _FIRST_PAIR_BYTES, _LIST_BYTES, _PAIR_BYTES, _ELEMENT_BYTES = 80, 120, 80, 48, 32
 # What is parsed may take this many times the bytes of the file by the estimate, or this much where that is more. For
@@ -23,39 +18,6 @@ _OBJECT_BYTES, _FIRST_PAIR_BYTES, _LIST_BYTES, _PAIR_BYTES, _ELEMENT_BYTES = 80,
 # would take thirty.
 _MOST_GROWTH = 12
 _FREE_BYTES = 256 << 20
-
-
-def read_small(
-    root: Root | Store, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes"
-) -> bytes:
-    """Reads all bytes of a file inside the root, at most `limit`; `bound` is the name of that limit in errors."""
-    if not isinstance(root, Root):
-        return root.read_whole(name, limit=limit, leaf=leaf)
-    return observed(["small", root.path, name, limit, leaf], lambda: _read_small(root, name, limit, leaf, bound))
-
-
-def _read_small(root: Root, name: str, limit: int, leaf: str | None, bound: str) -> bytes:
-    opened, found = root.open(name, leaf=leaf)
-    path = root.join(name)
-    try:
-        if found.st_size > limit:
-            raise LimitExceededError(f"{found.st_size} bytes, more than {bound} = {limit}", path=path, leaf=leaf)
-        pieces: list[bytes] = []
-        size = 0
-        # A file that grows while it is read ends where it ended when it was opened.
-        while size < found.st_size:
-            piece = os.pread(opened.number, min(found.st_size - size, _READ_CHUNK_BYTES), size)
-            if not piece:
-                raise CorruptCheckpointError(f"ends after {size} bytes; it had {found.st_size}", path=path)
-            pieces.append(piece)
-            size += len(piece)
-        return b"".join(pieces)
-    except OSError as error:
-        if isinstance(error, CheckpointIOError):
-            raise
-        raise io_error(error, "reading it", path=path, leaf=leaf) from error
-    finally:
-        opened.close()
 
 
 def parsed_bytes(data: bytes) -> int:

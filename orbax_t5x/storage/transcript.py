@@ -8,9 +8,7 @@ covered. Answers are plain data. What a transcript lacks is asked of the store.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, Fix
@@ -22,6 +20,10 @@ MOST_TRANSCRIPT_BYTES = 256 << 20
 _LENGTH_BYTES = 8
 # Kinds of answers.
 _ERROR, _BYTES, _VALUE = "error", "bytes", "value"
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class Answer(NamedTuple):
@@ -79,6 +81,51 @@ class Transcript:
             self._answers[request] = Answer(value, data)
             self._nbytes += len(data)
 
+    def close(self) -> None:
+        """Ends the opening: from now on the store is asked."""
+        self.is_closed = True
+        self._answers = {}
+
+    def answer(
+        self,
+        request: Sequence[Any],
+        ask: Callable[[], _Result],
+        pack: Callable[[_Result], Any] = _same,
+        unpack: Callable[[Any], _Result] = _same,
+    ) -> _Result:
+        """Returns the result of `ask`, or the result that it had on the process that opened the checkpoint.
+
+        Args:
+          request: names the question; plain values.
+          ask: asks the store.
+          pack: makes what JSON holds of the result; bytes stay bytes.
+          unpack: the inverse.
+
+        Raises:
+          CheckpointError: as `ask`, here or there. After an error that cannot be sent (`error_as_data`) each process
+            asks the store.
+        """
+        key = tuple(request)
+        if (found := self.find(key)) is not None:
+            kind, value = found.value
+            if kind == _ERROR:
+                raise error_from_data(value)
+            return unpack(found.data if kind == _BYTES else value)
+        if self.is_closed:
+            return ask()
+        try:
+            result = ask()
+        except CheckpointError as error:
+            if (data := error_as_data(error)) is not None:
+                self.add(key, [_ERROR, data])
+            raise
+        packed = pack(result)
+        if isinstance(packed, bytes | bytearray):
+            self.add(key, [_BYTES, None], bytes(packed))
+        else:
+            self.add(key, [_VALUE, packed])
+        return result
+
     def encode(self) -> bytes | None:
         """Returns all answers as bytes; None where they are too many to be shared."""
         if self._nbytes > MOST_TRANSCRIPT_BYTES:
@@ -110,67 +157,3 @@ class Transcript:
         except (ValueError, TypeError, IndexError) as error:
             raise CheckpointIOError(f"what process {viewpoint.opener} sent of the checkpoint is damaged") from error
         return made
-
-
-_CURRENT: ContextVar[Transcript | None] = ContextVar("orbax_t5x_transcript", default=None)
-
-
-def current_transcript() -> Transcript | None:
-    """Returns the transcript of the opening that runs."""
-    return _CURRENT.get()
-
-
-@contextmanager
-def using(transcript: Transcript) -> Generator[None, None, None]:
-    """Records the answers of one opening, or takes them from a received transcript."""
-    token = _CURRENT.set(transcript)
-    try:
-        yield
-    finally:
-        transcript.is_closed = True
-        _CURRENT.reset(token)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def observed(
-    request: Sequence[Any],
-    ask: Callable[[], _Result],
-    pack: Callable[[_Result], Any] = _same,
-    unpack: Callable[[Any], _Result] = _same,
-) -> _Result:
-    """Returns what `ask` returns, or what it has returned on the process that opened the checkpoint.
-
-    Args:
-      request: names what is asked; plain values.
-      ask: asks the store.
-      pack: makes what JSON holds of the result; bytes stay bytes.
-      unpack: the inverse.
-
-    Raises:
-      CheckpointError: what `ask` raises, or has raised there. After an error that cannot be sent (`error_as_data`) each
-        process asks the store.
-    """
-    transcript = _CURRENT.get()
-    if transcript is None:
-        return ask()
-    key = tuple(request)
-    if (found := transcript.find(key)) is not None:
-        kind, value = found.value
-        if kind == _ERROR:
-            raise error_from_data(value)
-        return unpack(found.data if kind == _BYTES else value)
-    try:
-        result = ask()
-    except CheckpointError as error:
-        if (data := error_as_data(error)) is not None:
-            transcript.add(key, [_ERROR, data])
-        raise
-    packed = pack(result)
-    if isinstance(packed, bytes | bytearray):
-        transcript.add(key, [_BYTES, None], bytes(packed))
-    else:
-        transcript.add(key, [_VALUE, packed])
-    return result

@@ -13,12 +13,10 @@ import stat
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
 from orbax_t5x.storage.paths import Root, io_error
 from orbax_t5x.storage.store import Snapshot
-from orbax_t5x.storage.transcript import current_transcript, observed
 
 
 def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:
@@ -34,12 +32,8 @@ def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEnt
 
 def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
     """Checks everything under a directory inside the root, at any depth: plain files, and links that stay inside."""
-
-    def check() -> None:
-        for _ in _plain_files(root, name, leaf):
-            pass
-
-    observed(["tree is plain", root.path, name, leaf], check)
+    for _ in _plain_files(root, name, leaf):
+        pass
 
 
 def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
@@ -73,23 +67,8 @@ def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str,
         yield directory, files
 
 
-class _Seen(NamedTuple):
-    """Files under some names.
-
-    Attributes:
-      digest: of all that is known of them.
-      files, nbytes: how many there are, and how many bytes.
-      sizes: digest of their names and sizes; these three only where processes share an opening.
-    """
-
-    digest: str
-    files: int
-    nbytes: int
-    sizes: str
-
-
 class TreeSnapshot(Snapshot):
-    """The files under some names of a checkpoint, proven plain, and recognised when they are about to be read.
+    """Files under some names of a checkpoint, proven plain, and recognised when they are about to be read.
 
     A library that opens files by itself keeps none of them open for us, so each execution stats them once: the
     same names, and for each the same size, modification time and inode. What changes after that stat, while the library
@@ -105,14 +84,14 @@ class TreeSnapshot(Snapshot):
         self._names = tuple(names)
         self._lock = threading.Lock()
         self._checked_in: weakref.ref[object] | None = None
-        transcript = current_transcript()
-        self._viewpoint = None if transcript is None else transcript.viewpoint
-        request = ["tree", root.path, leaf, *names]
-        self._seen = observed(request, lambda: self._look(leaf), list, _Seen._make)
+        self._seen = self._first_look(leaf)
+
+    @property
+    def _path(self) -> str:
+        return self._root.join(self._names[0]) if self._names[0] else self._root.path
 
     def are_stored(self, names: Sequence[str]) -> list[bool]:
-        directory = self._root.join(self._names[0]) if self._names[0] else self._root.path
-        return [os.path.lexists(os.path.join(directory, name)) for name in names]
+        return [os.path.lexists(os.path.join(self._path, name)) for name in names]
 
     def was_checked(self, execution: object) -> bool:
         checked = self._checked_in
@@ -123,35 +102,33 @@ class TreeSnapshot(Snapshot):
         with self._lock:
             if self.was_checked(execution):
                 return
-            path = self._root.join(self._names[0]) if self._names[0] else self._root.path
-            found, seen = self._look(leaf), self._seen
-            if self._viewpoint is not None:
-                # Inodes and modification times of another process may be of another disk.
-                if found[1:] != seen[1:]:
-                    here, there = (f"{one.files} files of {one.nbytes} bytes" for one in (found, seen))
-                    message, fix = self._viewpoint.difference("what is stored there", here, there)
-                    raise CheckpointGoneError(message, path=path, leaf=leaf, fix=fix)
-                self._seen, self._viewpoint = found, None
-            elif found.digest != seen.digest:
-                raise CheckpointGoneError("changed after the checkpoint was opened", path=path, leaf=leaf)
+            self._compare(self._look(leaf), leaf)
             self._checked_in = weakref.ref(execution)
 
-    def _look(self, leaf: str | None) -> _Seen:
-        """Stats every file once."""
-        digest, sizes = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
-        files = nbytes = 0
-        is_shared = self._viewpoint is not None or current_transcript() is not None
+    def _compare(self, found: object, leaf: str | None) -> None:
+        """Compares the files with those seen at first.
+
+        Raises:
+          CheckpointGoneError: they differ.
+        """
+        if found != self._seen:
+            raise CheckpointGoneError("changed after the checkpoint was opened", path=self._path, leaf=leaf)
+
+    def _first_look(self, leaf: str | None) -> object:
+        return self._look(leaf)
+
+    def _look(self, leaf: str | None) -> object:
+        """Stats every file once and returns a digest."""
+        digest = hashlib.blake2b(digest_size=16)
+        for found in self._found(leaf):
+            digest.update(repr(found).encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def _found(self, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
+        """Yields the files of each directory, as `_identities`; errors are typed."""
         for name in self._names:
             try:
-                for found in self._identities(name, leaf):
-                    digest.update(repr(found).encode("utf-8", "surrogateescape"))
-                    if not is_shared:
-                        continue
-                    directory, described = found
-                    plain = repr((directory, [one[:2] for one in described]))
-                    sizes.update(plain.encode("utf-8", "surrogateescape"))
-                    files += len(described)
-                    nbytes += sum([one[1] for one in described])
+                yield from self._identities(name, leaf)
             except OSError as error:
                 if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
                     raise
@@ -159,7 +136,6 @@ class TreeSnapshot(Snapshot):
                 if isinstance(error, FileNotFoundError):
                     raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
                 raise io_error(error, "reading its status", path=path, leaf=leaf) from error
-        return _Seen(digest.hexdigest(), files, nbytes, sizes.hexdigest())
 
     def _identities(self, name: str, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
         """Yields (directory, (name, size, modification time, inode) of each file) for all directories of a name."""

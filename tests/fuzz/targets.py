@@ -121,7 +121,7 @@ def contents(path: Path, format: str | None = None) -> Contents:
 def _sstable(directory: Path) -> Check:
     def check(data: bytes) -> CheckpointError | None:
         (directory / "table").write_bytes(data)
-        with contextlib.closing(FileSet(Root(directory))) as files:
+        with contextlib.closing(FileSet(directory)) as files:
             try:
                 entries = list(Table(files.file("table"), _LIMITS).entries())
             except CheckpointError as error:

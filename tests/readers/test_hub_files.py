@@ -11,7 +11,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.hub_files import LFS_POINTER, read_config, refuse_lfs_pointer
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local_store import LocalStore
+from orbax_t5x.storage.local_store import LocalFiles
 
 FORMATS = {
     "model.safetensors.index.json": (".safetensors", safetensors.numpy.save),
@@ -78,7 +78,7 @@ def test_two_files_with_one_leaf(written):
 
 
 def test_a_configuration_is_read_and_one_that_cannot_be_is_no_error(tmp_path):
-    store = LocalStore(tmp_path)
+    store = LocalFiles(tmp_path)
     assert read_config(store, Limits()) == {"config": None}
     (tmp_path / "config.json").write_text('{"d_model": 512, "x": NaN}')
     assert read_config(store, Limits())["config"]["d_model"] == 512

@@ -9,15 +9,15 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import open_store
-from orbax_t5x.storage.remote.connection import remote_session
+from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.opening import opening
 from orbax_t5x.storage.values import ANYONE, BoundedRange, ReadContext
 from tests.support.http_store import serving
 
 
 def values_of(store, limits=None):
-    with remote_session(Limits()):
-        return OcdbtValues(open_store(store.url).kvstore(""), limits or Limits())
+    with opening(Limits()):
+        return OcdbtValues(files_at(store.url).kvstore(""), limits or Limits())
 
 
 @pytest.fixture(scope="module")

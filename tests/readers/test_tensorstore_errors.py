@@ -22,20 +22,22 @@ from orbax_t5x.readers.tensorstore_errors import os_error_number, typed_error
     ],
 )
 def test_a_local_failure_has_the_type_of_its_status(tmp_path, text, kind):
-    error = typed_error(ValueError(text), path=str(tmp_path), leaf="w", doing="reading")
+    error = typed_error(ValueError(text), path=str(tmp_path), leaf="w", doing="reading", is_remote=False)
     assert type(error) is kind
     assert (error.path, error.leaf) == (str(tmp_path), "w")
     assert "reading: " in str(error) and "os_error_code" not in str(error)
 
 
 def test_a_directory_that_is_gone_comes_first(tmp_path):
-    error = typed_error(ValueError("DATA_LOSS: x"), path=str(tmp_path / "gone"), leaf=None, doing="reading")
+    error = typed_error(
+        ValueError("DATA_LOSS: x"), path=str(tmp_path / "gone"), leaf=None, doing="reading", is_remote=False
+    )
     assert type(error) is errors.CheckpointGoneError
 
 
 def test_a_store_that_fails_is_no_damage():
     def kind(text):
-        return type(typed_error(ValueError(text), path="gs://bucket/x", leaf="w", doing="reading"))
+        return type(typed_error(ValueError(text), path="gs://bucket/x", leaf="w", doing="reading", is_remote=True))
 
     assert kind("UNAVAILABLE: x") is errors.CheckpointIOError
     assert kind("DATA_LOSS: x") is errors.CorruptCheckpointError

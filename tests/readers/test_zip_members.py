@@ -20,7 +20,6 @@ from orbax_t5x.errors import (
 from orbax_t5x.readers.zip_members import Archive, member_bytes
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
 from tests.support.zip_files import Entry, archive_of, sizes_64
 
 A, B = Entry(b"m/a", b"12345"), Entry(b"m/b", b"")
@@ -29,7 +28,7 @@ FULL = 0xFFFFFFFF
 
 def open_bytes(directory, data, **limits):
     (directory / "file").write_bytes(data)
-    return Archive(FileSet(Root(directory)).file("file"), Limits(**limits))
+    return Archive(FileSet(directory).file("file"), Limits(**limits))
 
 
 def contents(archive):

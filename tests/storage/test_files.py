@@ -18,7 +18,6 @@ from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.storage.files import FileSet
-from orbax_t5x.storage.paths import Root
 from orbax_t5x.testing.leaf_reads import read_boxes, same_bits
 from tests.support.array_strategies import random_bits
 from tests.support.byte_ranges import shrink, stored
@@ -133,7 +132,7 @@ def test_reading_after_close_is_a_value_error(tmp_path: Path) -> None:
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, descriptors: set[int]) -> None:
-    files = FileSet(Root(tmp_path), max_open=3)
+    files = FileSet(tmp_path, max_open=3)
     leaves = []
     for number in range(10):
         (tmp_path / f"{number}").write_bytes(bytes([number] * 8))
@@ -148,7 +147,7 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, descriptors: set[int]) -> 
 def test_without_descriptors_left_idle_files_are_closed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, descriptors: set[int]
 ) -> None:
-    files = FileSet(Root(tmp_path))
+    files = FileSet(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(name.encode())
     one, two = files.file("a"), files.file("b")
@@ -170,7 +169,7 @@ def test_without_descriptors_left_idle_files_are_closed_first(
 
 def test_a_file_closed_while_it_is_read_is_closed_afterwards(tmp_path: Path, descriptors: set[int]) -> None:
     (tmp_path / "a").write_bytes(b"a")
-    files = FileSet(Root(tmp_path))
+    files = FileSet(tmp_path)
     file = files.file("a")
     fd = files.acquire(file, None)
     files.close()
@@ -184,7 +183,7 @@ def test_many_threads_share_few_descriptors_and_a_close_ends_them(
     tmp_path: Path, small_windows, descriptors: set[int]
 ) -> None:
     """Right values or, once closed, a ValueError; no descriptor is left or closed twice."""
-    files = FileSet(Root(tmp_path), max_open=2)
+    files = FileSet(tmp_path, max_open=2)
     array = random_bits((40, 9), np.dtype(np.float32))
     leaves = []
     for number in range(6):

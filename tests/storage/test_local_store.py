@@ -1,11 +1,11 @@
 """A directory of this machine as a store: where TensorStore finds it, and a snapshot of an array's files."""
 
-from orbax_t5x.storage.local_store import LocalStore
+from orbax_t5x.storage.local_store import LocalFiles
 
 
 def test_tensorstore_finds_a_directory_by_its_path(tmp_path):
     (tmp_path / "w").mkdir()
-    store = LocalStore(tmp_path)
+    store = LocalFiles(tmp_path)
     assert store.kvstore("") == {"driver": "file", "path": store.path}
     assert store.kvstore("w") == {"driver": "file", "path": str(tmp_path / "w")}
 
@@ -15,7 +15,7 @@ def test_an_arrays_directory_has_its_metadata_and_identity(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".zarray").write_bytes(name.encode())
     (tmp_path / "link").symlink_to("w")
-    store = LocalStore(tmp_path)
+    store = LocalFiles(tmp_path)
     found = {name: store.array_directory(name, ".zarray", limit=10) for name in ("v", "w", "link")}
     assert [directory[3] for directory in found.values()] == [b"v", b"w", b"w"]
     assert found["w"][1] == found["link"][1] != found["v"][1]

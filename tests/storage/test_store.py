@@ -3,7 +3,7 @@
 import pytest
 
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, LimitExceededError
-from orbax_t5x.storage.locations import open_store
+from orbax_t5x.storage.locations import files_at
 from tests.support.http_store import serving
 
 FILES = {"index": b"names", "data/0": bytes(range(100)), "empty": b""}
@@ -15,10 +15,10 @@ def store(request, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     if request.param == "local":
-        yield open_store(str(tmp_path))
+        yield files_at(str(tmp_path))
         return
     with serving(tmp_path) as running:
-        yield open_store(running.url)
+        yield files_at(running.url)
 
 
 def test_whole_files_are_their_bytes_within_a_limit(store):
@@ -41,8 +41,7 @@ def test_files_that_are_not_there(store):
 
 
 def test_ranges_of_a_file(store):
-    files = store.open_files()
-    file = files.file("data/0")
+    file = store.file("data/0")
     assert bytes(file.read(10, 5)) == FILES["data/0"][10:15]
     assert file.size == 100 and file.path == store.join("data/0")
-    files.close()
+    store.close()

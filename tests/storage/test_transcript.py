@@ -4,7 +4,7 @@ import pytest
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError
 from orbax_t5x.storage import transcript
-from orbax_t5x.storage.transcript import Transcript, Viewpoint, observed, using
+from orbax_t5x.storage.transcript import Transcript, Viewpoint
 
 HERE = Viewpoint(3, 0)
 
@@ -23,28 +23,27 @@ def unasked():
 
 def test_answers_are_given_again_without_the_store():
     recorded = Transcript()
-    with using(recorded):
-        assert observed(["value", "a"], lambda: 7) == 7
-        assert observed(["bytes", "a"], lambda: b"\0x") == b"\0x"
-        with pytest.raises(CheckpointNotFoundError):
-            observed(["error"], missing)
-        with pytest.raises(CheckpointError, match="stays on its process"):
-            observed(["refused"], refused)
-    assert observed(["value", "a"], lambda: 8) == 8, "outside of an opening the store is asked"
+    assert recorded.answer(["value", "a"], lambda: 7) == 7
+    assert recorded.answer(["bytes", "a"], lambda: b"\0x") == b"\0x"
+    with pytest.raises(CheckpointNotFoundError):
+        recorded.answer(["error"], missing)
+    with pytest.raises(CheckpointError, match="stays on its process"):
+        recorded.answer(["refused"], refused)
     received = Transcript.decode(recorded.encode(), HERE)
-    with using(received):
-        assert observed(["value", "a"], unasked) == 7 and observed(["bytes", "a"], unasked) == b"\0x"
-        with pytest.raises(CheckpointNotFoundError, match="/a: leaf 'w': no such file"):
-            observed(["error"], unasked)
-        assert observed(["other"], lambda: 9) == 9 and observed(["refused"], lambda: 10) == 10
+    recorded.close()
+    assert recorded.answer(["value", "a"], lambda: 8) == 8, "after the opening the store is asked"
+    assert received.answer(["value", "a"], unasked) == 7 and received.answer(["bytes", "a"], unasked) == b"\0x"
+    with pytest.raises(CheckpointNotFoundError, match="/a: leaf 'w': no such file"):
+        received.answer(["error"], unasked)
+    assert received.answer(["other"], lambda: 9) == 9 and received.answer(["refused"], lambda: 10) == 10
+    received.close()
     assert received.is_closed and received.find(("value", "a")) is None
 
 
 def test_too_much_is_not_shared(monkeypatch):
     monkeypatch.setattr(transcript, "MOST_TRANSCRIPT_BYTES", 10)
     large = Transcript()
-    with using(large):
-        observed(["a"], lambda: bytes(11))
+    large.answer(["a"], lambda: bytes(11))
     assert large.encode() is None
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointGoneError
-from orbax_t5x.storage.locations import open_store
+from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.windows import MAX_GAP_BYTES, WINDOW_BYTES, holding, is_held, read_windows, windows_of
 
 RANGES = st.lists(
@@ -34,7 +34,7 @@ def test_each_range_is_in_one_window_and_no_window_reads_over_more_than_small_ga
 @pytest.fixture
 def file(tmp_path):
     (tmp_path / "data").write_bytes(bytes(range(256)) * 64)
-    files = open_store(str(tmp_path)).open_files()
+    files = files_at(str(tmp_path))
     yield files.file("data")
     files.close()
 
@@ -72,7 +72,7 @@ def test_windows_are_read_once_each_and_whoever_holds_one_proves_the_file(file, 
 
 def test_a_closed_checkpoint_is_not_read_from_memory(tmp_path):
     (tmp_path / "data").write_bytes(b"0123")
-    files = open_store(str(tmp_path)).open_files()
+    files = files_at(str(tmp_path))
     file = files.file("data")
     files.close()
     with holding(file, 0, np.zeros(4, np.uint8)), pytest.raises(ValueError, match="closed"):

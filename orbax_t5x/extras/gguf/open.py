@@ -28,9 +28,9 @@ from orbax_t5x.readers.detect.gguf_format import SUFFIX
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import StoredFile
+from orbax_t5x.storage.locations import files_at, open_directory_of
+from orbax_t5x.storage.store import Files, StoredFile
 
 _PART = re.compile(r"(?P<model>.*)-[0-9]{5}-of-(?P<parts>[0-9]{5})\.gguf", re.ASCII | re.DOTALL)
 _SINGLE = np.dtype(np.float32)
@@ -49,16 +49,16 @@ _QUANTIZATIONS = {
 
 def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a file, or a directory that holds one, or the parts of one."""
-    path = locations.absolute(os.fspath(path))
-    if locations.is_directory(path):
-        store, names = locations.open_store(path), _files_in(path)
+    given = files_at(os.fspath(path))
+    if given.is_directory():
+        files, names = given, _files_in(given)
     else:
-        store, name = locations.open_directory_of(path)
+        files, name = open_directory_of(given.named)
         names = [name]
-    opened = _GgufFiles(store, limits)
+    opened = _GgufFiles(files, limits)
     for name in names:
         opened.add_file(name)
-    return opened.checkpoint(path, None)
+    return opened.checkpoint(given.named, None)
 
 
 class _GgufFiles(ModelFiles):
@@ -68,7 +68,7 @@ class _GgufFiles(ModelFiles):
     suffix = SUFFIX
 
     def add_file(self, name: str) -> None:
-        file = self._files.file(name)
+        file = self._root.file(name)
         refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
         header = read_header(file, self._limits)
         self._bytes += header.index_bytes
@@ -80,17 +80,17 @@ class _GgufFiles(ModelFiles):
             self._leaves[leaf] = found
 
 
-def _files_in(directory: str) -> list[str]:
+def _files_in(files: Files) -> list[str]:
     """Returns the only file of a directory, or all parts of the only model in it."""
-    names = sorted(name for name in locations.names(directory) if name.endswith(SUFFIX))
+    names = sorted(name for name in files.names() if name.endswith(SUFFIX))
     if not names:
-        raise CheckpointNotFoundError("no GGUF files in this directory", path=directory)
+        raise CheckpointNotFoundError("no GGUF files in this directory", path=files.named)
     parts = [_PART.fullmatch(name) for name in names]
     models = {name if part is None else (part["model"], part["parts"]) for name, part in zip(names, parts, strict=True)}
     if len(models) > 1:
-        raise UnsupportedCheckpointError(f"several GGUF files: open one of {', '.join(names)}", path=directory)
+        raise UnsupportedCheckpointError(f"several GGUF files: open one of {', '.join(names)}", path=files.named)
     if (part := parts[0]) and int(part["parts"]) != len(names):
-        raise CorruptCheckpointError(f"{len(names)} of the {int(part['parts'])} parts are here", path=directory)
+        raise CorruptCheckpointError(f"{len(names)} of the {int(part['parts'])} parts are here", path=files.named)
     return names
 
 

@@ -43,7 +43,7 @@ class DeflatedLeaf(RangeLeaf):
 
     def __init__(self, name: str, archive: Archive, member: str, start: int, header: ArrayHeader, limits: Limits):
         """Describes the array, which begins at `start` of the decompressed member."""
-        super().__init__(name, archive.file.path, header.shape, header.dtype)
+        super().__init__(name, archive.file, header.shape, header.dtype)
         self._archive, self._member, self._start = archive, member, start
         self._header, self._limits = header, limits
         self.chunks: tuple[int, ...] | None = tuple(max(1, size) for size in header.shape)

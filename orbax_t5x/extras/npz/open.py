@@ -16,8 +16,8 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import DEFLATED, STORED, Archive
-from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.locations import files_at, open_directory_of
 
 _ARRAY_SUFFIX = ".npy"
 # Enough for a local header and an array's own, of nearly all members.
@@ -31,9 +31,8 @@ _METHODS = (STORED, DEFLATED)
 
 def open_npz(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a file."""
-    path = locations.absolute(os.fspath(path))
-    store, name = locations.open_directory_of(path)
-    files = store.open_files()
+    given = files_at(os.fspath(path))
+    files, name = open_directory_of(given.named)
     archive = Archive(files.file(name), limits)
     heads = archive.read_heads(_HEAD_BYTES)
     leaves: dict[str, Leaf] = {}
@@ -44,7 +43,7 @@ def open_npz(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
             raise CorruptCheckpointError("two members have this name", path=archive.file.path, leaf=leaf)
         leaves[leaf] = _leaf_of_member(leaf, archive, member, heads, limits)
     return Checkpoint(
-        path=path,
+        path=given.named,
         format="npz",
         step=None,
         leaves=leaves,

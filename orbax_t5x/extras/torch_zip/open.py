@@ -20,9 +20,9 @@ from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.zip_members import Archive
-from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Store, StoredFile
+from orbax_t5x.storage.locations import files_at, open_directory_of
+from orbax_t5x.storage.store import Files, StoredFile
 
 _PICKLE = "data.pkl"
 _STORAGES = "data/"
@@ -31,24 +31,24 @@ _BYTE_ORDERS = {b"little": "little", b"big": "big"}
 
 def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a file, an index of several, or a directory that holds either under Hugging Face's name."""
-    path = locations.absolute(os.fspath(path))
-    is_directory = locations.is_directory(path)
-    directory = path if is_directory else os.path.dirname(path)
-    names = locations.names(path) if is_directory else [os.path.basename(path)]
+    given = files_at(os.fspath(path))
+    path, is_directory = given.named, given.is_directory()
+    directory = given if is_directory else files_at(os.path.dirname(path))
+    names = given.names() if is_directory else [os.path.basename(path)]
     name = next((name for name in (SINGLE_FILE, INDEX_FILE) if name in names), names[0]) if names else ""
     if is_directory and name not in (SINGLE_FILE, INDEX_FILE):
         raise CheckpointNotFoundError(f"neither {SINGLE_FILE!r} nor its index is in this directory", path=path)
     if is_directory or name.endswith(INDEX_SUFFIX):
-        store = locations.open_store(directory)
+        files = directory
     else:
-        store, name = locations.open_directory_of(path)
-    opened = _TorchFiles(store, limits)
+        files, name = open_directory_of(path)
+    opened = _TorchFiles(files, limits)
     if name.endswith(INDEX_SUFFIX):
         opened.add_index(name)
     else:
         opened.add_file(name)
-    opened.add_config(locations.open_store(directory))
-    return opened.checkpoint(path, trainer_step(directory))
+    opened.add_config(directory)
+    return opened.checkpoint(path, trainer_step(directory.named))
 
 
 class _TorchFiles(ModelFiles):
@@ -57,13 +57,13 @@ class _TorchFiles(ModelFiles):
     format = "torch"
     suffix = ".bin"
 
-    def __init__(self, root: Store, limits: Limits):
+    def __init__(self, root: Files, limits: Limits):
         super().__init__(root, limits)
         self._flag = OpenFlag()
         self._closers.append(self._flag.close)
 
     def add_file(self, name: str) -> None:
-        file = self._files.file(name)
+        file = self._root.file(name)
         _require_zip(file)
         archive = Archive(file, self._limits)
         top = _top_folder(archive)

@@ -35,8 +35,8 @@ from orbax_t5x.operations.convert.work_directory import WORK_SUFFIX, WorkDirecto
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
-from orbax_t5x.storage.remote.connection import remote_session
-from orbax_t5x.storage.remote.remote_store import RemoteStore
+from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.opening import opening
 from orbax_t5x.storage.remote.request_errors import remote_error
 from orbax_t5x.storage.remote.transport import REQUEST_SETTINGS
 from orbax_t5x.storage.remote.urls import kvstore_spec, parse_url, plain_url
@@ -95,8 +95,8 @@ class BucketDestination(Destination):
         names = {name.partition("/")[0] for name in self._list() if name and name not in ours}
         is_file = self._do("reading its status", self._bucket.read(self._key, byte_range=slice(0, 0))).state == "value"
         if names or is_file:
-            with remote_session():
-                reason = reason_not_replaceable(lambda: RemoteStore(self.name), None if is_file else names, writing)
+            with opening():
+                reason = reason_not_replaceable(lambda: files_at(self.name), None if is_file else names, writing)
             check_replaceable(self.name, reason)
             require_overwrite(self.name, writing)
 

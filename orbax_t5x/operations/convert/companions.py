@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orbax_t5x.errors import CheckpointNotFoundError
-from orbax_t5x.storage.locations import open_store
+from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.opening import opening
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.remote import hub
-from orbax_t5x.storage.remote.connection import remote_session
 
 COMPANIONS = (
     "config.json",
@@ -31,8 +31,8 @@ def read_companions(path: str) -> Mapping[str, bytes]:
       CheckpointError: they cannot be read, or are larger than such files are.
     """
     directory = hub.download_files(path, COMPANIONS) if url_scheme(path) == hub.SCHEME else path
-    with remote_session():
-        store = open_store(directory)
+    with opening():
+        store = files_at(directory)
         names = [name for name, is_there in zip(COMPANIONS, store.has_files(COMPANIONS), strict=True) if is_there]
         if not names:
             raise CheckpointNotFoundError(f"there is none of {', '.join(COMPANIONS)}", path=path)

@@ -20,7 +20,7 @@ from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
-from orbax_t5x.storage.local_store import LocalStore
+from orbax_t5x.storage.local_store import LocalFiles
 
 # Formats whose checkpoints are steps below a root, of which the newest is opened.
 _WITH_STEPS = ("orbax", "t5x")
@@ -84,7 +84,7 @@ class LocalDestination(Destination):
         if not os.path.lexists(self.target):
             return
         names = set(os.listdir(self.target)) if self.target.is_dir() else None
-        check_replaceable(self.name, reason_not_replaceable(lambda: LocalStore(self.target), names, writing))
+        check_replaceable(self.name, reason_not_replaceable(lambda: LocalFiles(self.target), names, writing))
         require_overwrite(self.name, writing)
 
     def check_apart(self, source: Checkpoint) -> None:

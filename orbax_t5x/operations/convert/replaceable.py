@@ -12,7 +12,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
 from orbax_t5x.readers.orbax.open import read_step_metadata
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names
-from orbax_t5x.storage.store import Store
+from orbax_t5x.storage.store import Files
 
 # Names that Orbax writes into an item or a step beside arrays.
 _ORBAX_NAMES = re.compile(
@@ -21,7 +21,7 @@ _ORBAX_NAMES = re.compile(
 )
 
 
-def reason_not_replaceable(store: Callable[[], Store], names: set[str] | None, writing: WriteOptions) -> str | None:
+def reason_not_replaceable(store: Callable[[], Files], names: set[str] | None, writing: WriteOptions) -> str | None:
     """Returns the reason why a conversion must not replace a directory, or None if it may.
 
     Args:
@@ -48,7 +48,7 @@ def reason_not_replaceable(store: Callable[[], Store], names: set[str] | None, w
     return f"is an Orbax checkpoint that holds {others[0]!r}, which Orbax did not write" if others else None
 
 
-def _names_of_orbax(root: Store, names: set[str]) -> set[str] | None:
+def _names_of_orbax(root: Files, names: set[str]) -> set[str] | None:
     """Returns the names of arrays and items in a checkpoint, from its metadata, or None if it has none."""
     known: set[str] = set()
     if METADATA_FILE in names:

@@ -171,7 +171,7 @@ class NumberLeaf(RangeLeaf):
     __slots__ = ("_file", "_value")
 
     def __init__(self, name: str, file: StoredFile, value: np.ndarray):
-        super().__init__(name, file.path, (), value.dtype)
+        super().__init__(name, file, (), value.dtype)
         self._file = file
         self._value = value
 
@@ -188,7 +188,7 @@ class TextLeaf(RangeLeaf):
     __slots__ = ("_file", "_size", "_start")
 
     def __init__(self, name: str, file: StoredFile, start: int, size: int):
-        super().__init__(name, file.path, (), np.dtype(object))
+        super().__init__(name, file, (), np.dtype(object))
         self._file = file
         self._start = start
         self._size = size

@@ -18,9 +18,9 @@ from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
-from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import OpenFiles, Store, StoredFile
+from orbax_t5x.storage.locations import files_at, open_directory_of
+from orbax_t5x.storage.store import Files, StoredFile
 
 SUFFIX = ".msgpack"
 # How Flax names the files of steps, and the Hugging Face trainer its directories.
@@ -30,17 +30,16 @@ _LOADED_BYTES = 1 << 24
 
 
 class StateFile(NamedTuple):
-    """An open msgpack file and its tree; the walk read `index_bytes`."""
+    """Open msgpack file and its tree; the walk read `index_bytes`."""
 
     file: StoredFile
-    files: OpenFiles
+    files: Files
     tree: dict[str, Node]
     index_bytes: int
 
 
-def open_state_file(root: Store, name: str, limits: Limits, files: OpenFiles | None = None) -> StateFile:
+def open_state_file(files: Files, name: str, limits: Limits) -> StateFile:
     """Walks over a msgpack file whose top is a map."""
-    files = root.open_files() if files is None else files
     file = files.file(name)
     file.load(_LOADED_BYTES)
     refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
@@ -52,39 +51,40 @@ def open_state_file(root: Store, name: str, limits: Limits, files: OpenFiles | N
 
 def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a file, the index of several, a directory with Hugging Face's names for these, or the newest of a root."""
-    path = locations.absolute(os.fspath(path))
+    given = files_at(os.fspath(path))
+    path = given.named
     match = _STEP_NAME.fullmatch(os.path.basename(path))
     step = int(match["step"]) if match else None
-    if not locations.is_directory(path):
+    if not given.is_directory():
         directory, name = os.path.split(path)
         if name.endswith(INDEX_SUFFIX):
             return _open_model(path, directory, name, step, limits)
-        store, file = locations.open_directory_of(path)
-        opened = _FlaxFiles(store, limits)
+        files, file = open_directory_of(path)
+        opened = _FlaxFiles(files, limits)
         opened.add_file(file)
         if name == HUB_FILE:
-            opened.add_config(locations.open_store(directory))
+            opened.add_config(files_at(directory))
         return opened.checkpoint(path, step)
-    names = locations.names(path)
+    names = given.names()
     if model := next((name for name in (HUB_FILE, INDEX_FILE) if name in names), None):
         return _open_model(path, path, model, step, limits)
     newest = newest_file(probe_path(path))
     if newest is None:
         raise CheckpointNotFoundError(f"neither {HUB_FILE!r}, nor its index, nor files of steps", path=path)
-    opened = _FlaxFiles(locations.open_store(path), limits)
+    opened = _FlaxFiles(given, limits)
     opened.add_file(newest.name)
     return opened.checkpoint(os.path.join(path, newest.name), newest.step)
 
 
 def _open_model(path: str, directory: str, name: str, step: int | None, limits: Limits) -> Checkpoint:
     """Opens a model's only file or its index, with the configuration beside it."""
-    store = locations.open_store(directory)
-    opened = _FlaxFiles(store, limits)
+    files = files_at(directory)
+    opened = _FlaxFiles(files, limits)
     if name.endswith(INDEX_SUFFIX):
         opened.add_index(name)
     else:
         opened.add_file(name)
-    opened.add_config(store)
+    opened.add_config(files)
     return opened.checkpoint(path, step)
 
 
@@ -95,7 +95,7 @@ class _FlaxFiles(ModelFiles):
     suffix = SUFFIX
 
     def add_file(self, name: str) -> None:
-        opened = open_state_file(self._root, name, self._limits, self._files)
+        opened = open_state_file(self._root, name, self._limits)
         self._bytes += opened.index_bytes
         self._metadata["files"].append(name)
         for leaf, node in named_nodes(opened.tree, opened.file, self._limits):

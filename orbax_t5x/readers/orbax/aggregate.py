@@ -20,7 +20,7 @@ from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.store import Store
+from orbax_t5x.storage.store import Files
 
 _PLACEHOLDER = b"PLACEHOLDER://"
 # What Orbax calls empty nodes.
@@ -30,7 +30,7 @@ _EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}
 class Aggregate:
     """The msgpack file of one item, of which `index_bytes` were read; after `close`, its leaves cannot be read."""
 
-    def __init__(self, root: Store, item: str, limits: Limits):
+    def __init__(self, root: Files, item: str, limits: Limits):
         """Walks over the file of an item, a directory relative to the root ("": the root itself)."""
         name = f"{item}/{MSGPACK_FILE}" if item else MSGPACK_FILE
         opened = open_state_file(root, name, limits)

@@ -36,8 +36,7 @@ from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Snapshot, Store
-from orbax_t5x.storage.transcript import current_transcript
+from orbax_t5x.storage.store import Files, Snapshot
 from orbax_t5x.storage.values import Values
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
@@ -65,7 +64,7 @@ class ItemArrays:
     or is None where each array has a directory of its own. `values` are the database's, where a web server holds it.
     """
 
-    root: Store
+    root: Files
     name: str
     directory: str
     database: Snapshot | None
@@ -112,14 +111,23 @@ class ItemArrays:
             spec = array_spec(
                 directory, key, ocdbt=self.database is not None, zarr3=zarr3, absent_is_fill=self.absent_is_fill
             )
-            return files, _begin_opening(spec, context)
+            return files, self._begin_opening(spec, context)
         except CheckpointError as error:
             return error
         except ValueError as error:
             return self._typed(error, named)
 
+    def _begin_opening(self, spec: dict[str, Any], context: ts.Context) -> ts.Future[ts.TensorStore]:
+        """Begins to open an array; from metadata that are known, if they are."""
+        known = self.root.known_metadata(spec["kvstore"])
+        if known is None:
+            return ts.open(spec, open=True, read=True, context=context)
+        return ts.open({**spec, "metadata": known}, open=True, assume_metadata=True, read=True, context=context)
+
     def _typed(self, error: Exception, named: NamedNode) -> CheckpointError:
-        return typed_error(error, path=self.directory, leaf=named.name, doing="opening it")
+        return typed_error(
+            error, path=self.directory, leaf=named.name, doing="opening it", is_remote=self.root.is_remote
+        )
 
     def _files(self, named: NamedNode) -> Snapshot:
         """Returns the files in the directory of an array, proven plain."""
@@ -128,7 +136,7 @@ class ItemArrays:
         try:
             if own and own not in self.plain_directories:
                 self.root.locate(inner, leaf=named.name)
-            return self.root.array_files(inner, self.array_metadata, leaf=named.name)
+            return self.root.snapshot([inner], inside(inner, self.array_metadata), leaf=named.name)
         except (CheckpointNotFoundError, CheckpointGoneError):
             raise CorruptCheckpointError(
                 "the directory of its array is missing", path=self.root.join(inner), leaf=named.name
@@ -142,7 +150,7 @@ class ItemArrays:
         try:
             array = opening.result()
             if isinstance(array, ts.TensorStore):
-                _record(array)
+                self.root.note_array(array)
         except CheckpointError as error:
             return BrokenLeaf(named.name, error)
         except (ValueError, NotImplementedError) as error:
@@ -165,26 +173,3 @@ class ItemArrays:
             files=files,
             limits=limits,
         )
-
-
-def _begin_opening(spec: dict[str, Any], context: ts.Context) -> ts.Future[ts.TensorStore]:
-    """Begins to open an array; where another process has opened it, from the metadata that it found."""
-    transcript = current_transcript()
-    known = None if transcript is None else transcript.find(_request(spec["kvstore"]))
-    if known is None:
-        return ts.open(spec, open=True, read=True, context=context)
-    return ts.open({**spec, "metadata": known.value}, open=True, assume_metadata=True, read=True, context=context)
-
-
-def _record(array: ts.TensorStore) -> None:
-    """Records the metadata of an array for the other processes."""
-    transcript = current_transcript()
-    if transcript is not None and not transcript.is_received:
-        spec = array.spec().to_json()
-        transcript.add(_request(spec["kvstore"]), spec["metadata"])
-
-
-def _request(kvstore: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names an array by its file or its place in a database."""
-    base = kvstore.get("base", {})
-    return ("metadata", str(base["path"] if base else "").rstrip("/"), str(kvstore["path"]).rstrip("/"))

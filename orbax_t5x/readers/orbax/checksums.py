@@ -29,8 +29,8 @@ from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.tiling import check_tiling
 from orbax_t5x.storage.crc import CRC32C
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Store
-from orbax_t5x.storage.strict_json import parse_object, read_small
+from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.text.wording import listed
 
 CHECKSUMS_FILE = "_CHECKSUMS.json"
@@ -61,7 +61,7 @@ class ItemSums:
 NO_SUMS = ItemSums({})
 
 
-def read_item_sums(root: Store, name: str, params: Sequence[str], limits: Limits) -> ItemSums:
+def read_item_sums(root: Files, name: str, params: Sequence[str], limits: Limits) -> ItemSums:
     """Reads the checksums of an item, for leaves stored under the keys `params`.
 
     A file that cannot be used makes verifying an error, not opening: the data may be sound.
@@ -104,9 +104,9 @@ def _compact(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def read_checksums(root: Store, name: str, limits: Limits) -> dict[str, BoxSums]:
+def read_checksums(root: Files, name: str, limits: Limits) -> dict[str, BoxSums]:
     """Reads and checks the file; errors name it."""
-    return parse_checksums(read_small(root, name, limit=limits.index_bytes), root.join(name), limits)
+    return parse_checksums(root.read_whole(name, limit=limits.index_bytes), root.join(name), limits)
 
 
 def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = True) -> dict[str, BoxSums]:

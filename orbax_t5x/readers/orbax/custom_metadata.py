@@ -7,7 +7,7 @@ from typing import Any
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import end_of_file, open_store
+from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.strict_json import parse_object
 
 _KEY = b'"custom_metadata"'
@@ -20,10 +20,10 @@ def read_custom_metadata(directory: str) -> dict[str, Any]:
 
     What is before `custom_metadata` may be missing then.
     """
-    end = end_of_file(directory, METADATA_FILE, _END_BYTES)
+    files = files_at(directory)
+    end = files.read_end(METADATA_FILE, _END_BYTES)
     start = end.rfind(_KEY)
-    store = open_store(directory)
-    path = store.join(METADATA_FILE)
+    path = files.join(METADATA_FILE)
     if start >= 0:
         try:
             # A key further in leaves more brackets closed than opened, which is an error, as a cut value is.
@@ -31,6 +31,6 @@ def read_custom_metadata(directory: str) -> dict[str, Any]:
         except CheckpointError:
             pass
     is_whole = len(end) < _END_BYTES
-    data = end if is_whole else store.read_whole(METADATA_FILE, limit=Limits().index_bytes)
+    data = end if is_whole else files.read_whole(METADATA_FILE, limit=Limits().index_bytes)
     # The metadata of a large tree take long to parse.
     return parse_object(data, path, allow_nan=True) if _KEY in data else {}

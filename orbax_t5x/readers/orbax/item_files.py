@@ -6,20 +6,15 @@ the files that Orbax may have written are statted: web servers list nothing, and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
 from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, inside
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
-from orbax_t5x.storage import locations
-from orbax_t5x.storage.local_store import LocalStore
-from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.store import Snapshot, Store
-from orbax_t5x.storage.transcript import observed
-from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
+from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.store import Files, Snapshot
 
 # Files of an OCDBT database: its manifest, its tables, and those of single processes.
 _DATABASE = frozenset({MANIFEST_FILE, "d"})
@@ -38,53 +33,38 @@ class ItemFiles(NamedTuple):
     database: Sequence[str]
 
 
-def find_item_files(store: Store, item: str, directory: str) -> ItemFiles:
+def find_item_files(store: Files, item: str, directory: str) -> ItemFiles:
     """Finds the files of an item, a directory relative to the store ("": its root)."""
-    if not isinstance(store, LocalStore):
-        return _find_remote(store, item)
-    request = ["item files", directory, item]
-    return observed(request, lambda: _find_local(store, item, directory), _as_data, _from_data)
+    return _find_remote(store, item) if store.is_remote else _find_local(store, item, directory)
 
 
-def _as_data(found: ItemFiles) -> list[Any]:
-    return list({**found._asdict(), "plain_directories": sorted(found.plain_directories)}.values())
-
-
-def _from_data(data: list[Any]) -> ItemFiles:
-    found = ItemFiles(*data)
-    return found._replace(plain_directories=frozenset(found.plain_directories))
-
-
-def _find_local(store: LocalStore, item: str, directory: str) -> ItemFiles:
-    entries = list_directory(directory)
+def _find_local(store: Files, item: str, directory: str) -> ItemFiles:
+    entries = store.entries(item)
     metadatas: list[str] = []
     if ARRAY_METADATAS in entries:
         inner = inside(item, ARRAY_METADATAS)
-        check_tree(store, inner)
-        metadatas = sorted(list_directory(store.join(inner)))
+        store.require_plain(inner)
+        metadatas = sorted(store.entries(inner))
     return ItemFiles(
         manifest=is_file(directory, MANIFEST_FILE),
         strings=STRINGS_FILE in entries,
         checksums=CHECKSUMS_FILE in entries,
         array_metadatas=metadatas,
-        plain_directories=frozenset(name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False)),
+        plain_directories=frozenset(name for name, is_directory in entries.items() if is_directory),
         database=sorted(name for name in entries if name in _DATABASE or name.startswith(PROCESS_PREFIX)),
     )
 
 
 def stat_ahead(directory: str, beside: str) -> None:
     """Stats the files of a remote item in one batch with a file beside its directory; does nothing for a local item."""
-    if url_scheme(directory) is not None:
-        parents = [os.path.dirname(directory)] if locations.has_parent(directory) else []
-        names = [f"{directory}/{name}" for name in _first_names()]
-        locations.stat_ahead([*[f"{parent}/{beside}" for parent in parents], *names])
+    files_at(directory).stat_ahead(_first_names(), beside=[beside])
 
 
 def _first_names() -> list[str]:
     return [MANIFEST_FILE, STRINGS_FILE, CHECKSUMS_FILE, *_metadata_names(0)]
 
 
-def _find_remote(store: Store, item: str) -> ItemFiles:
+def _find_remote(store: Files, item: str) -> ItemFiles:
     manifest, strings, checksums, *found = store.has_files([inside(item, name) for name in _first_names()])
     metadatas: list[str] = []
     while True:
@@ -101,9 +81,7 @@ def _metadata_names(first: int) -> list[str]:
     return [f"{ARRAY_METADATAS}/process_{number}" for number in range(first, first + _METADATA_FILES_AT_ONCE)]
 
 
-def database_files(store: Store, item: str, found: ItemFiles) -> Snapshot:
+def database_files(store: Files, item: str, found: ItemFiles) -> Snapshot:
     """Returns the files of an item's database, proven plain where they are local."""
-    if not isinstance(store, LocalStore):
-        return store.array_files(item, MANIFEST_FILE)
-    check_tree(store, item)
-    return TreeSnapshot(store, [inside(item, name) for name in found.database])
+    store.require_plain(item)
+    return store.snapshot([inside(item, name) for name in found.database], inside(item, MANIFEST_FILE))

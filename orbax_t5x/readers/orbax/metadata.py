@@ -21,8 +21,8 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, array_key, fault_of_key, inside, key_leads_out
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Store
-from orbax_t5x.storage.strict_json import parse_object, read_small
+from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.strict_json import parse_object
 
 METADATA_FILE = "_METADATA"
 # Values of `key_type`: what kind of container a key belongs to.
@@ -82,7 +82,7 @@ class ItemMetadata:
     sequences: frozenset[str] = frozenset()
 
 
-def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
+def read_item_metadata(root: Files, item: str, limits: Limits) -> ItemMetadata:
     """Reads and checks `_METADATA` of an item, a directory relative to the root ("": the root itself).
 
     Errors name the file, and the leaf where one has a name that has no place here.
@@ -90,7 +90,7 @@ def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
     name = inside(item, METADATA_FILE)
     path = root.join(name)
     try:
-        data = read_small(root, name, limit=limits.index_bytes)
+        data = root.read_whole(name, limit=limits.index_bytes)
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(
             f"{METADATA_FILE} is missing, so the names of its leaves are unknown", path=root.join(item)
@@ -237,14 +237,14 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
         yield node
 
 
-def read_prng_impls(root: Store, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
+def read_prng_impls(root: Files, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
     """Reads the implementation of each typed PRNG key, by the key under which its data is stored."""
     impls: dict[str, str] = {}
     root.read_ahead([inside(item, f"{ARRAY_METADATAS}/{name}") for name in names], limit=limits.index_bytes)
     for name in sorted(names):
         file = inside(item, f"{ARRAY_METADATAS}/{name}")
         path = root.join(file)
-        parsed = parse_object(read_small(root, file, limit=limits.index_bytes), path, allow_nan=True)
+        parsed = parse_object(root.read_whole(file, limit=limits.index_bytes), path, allow_nan=True)
         entries = parsed.get("array_metadatas")
         if not isinstance(entries, list):
             raise CorruptCheckpointError("'array_metadatas' is missing or not a list", path=path)
@@ -264,7 +264,7 @@ def read_prng_impls(root: Store, item: str, names: Sequence[str], limits: Limits
     return impls
 
 
-def read_strings(root: Store, item: str, params: Sequence[str], limits: Limits) -> dict[str, bytes]:
+def read_strings(root: Files, item: str, params: Sequence[str], limits: Limits) -> dict[str, bytes]:
     """Reads the strings of an item by the key under which they are stored, as UTF-8; without missing ones.
 
     Orbax takes each key for a JSON pointer: `a/b` is `b` in the object `a`.
@@ -272,7 +272,7 @@ def read_strings(root: Store, item: str, params: Sequence[str], limits: Limits) 
     name = inside(item, STRINGS_FILE)
     path = root.join(name)
     try:
-        parsed = parse_object(read_small(root, name, limit=limits.index_bytes), path)
+        parsed = parse_object(root.read_whole(name, limit=limits.index_bytes), path)
     except CheckpointNotFoundError:
         return {}
     strings: dict[str, bytes] = {}

@@ -65,10 +65,10 @@ from orbax_t5x.readers.orbax.steps import (
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.tensorstore_specs import check_database, make_context
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import open_store, resolved
+from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import LEADS_OUT, is_name
-from orbax_t5x.storage.store import Store
-from orbax_t5x.storage.strict_json import parse_object, read_small
+from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.trees.dtypes import kind_of
 
 # Stands for dtypes of leaves that are no arrays of numbers.
@@ -79,7 +79,7 @@ _logger = logging.getLogger(__name__)
 
 def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
     """Opens a local root (its newest step), a step or an item; the leaves of a given `item` have no prefix."""
-    directory = resolved(os.fspath(path))
+    directory = files_at(os.fspath(path)).path
     if is_temporary(directory):
         raise CheckpointNotFoundError(
             "an unfinished save: Orbax renames this directory when it is done", path=directory
@@ -95,7 +95,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
         directory = newest_directory(directory, steps)
         if is_item(directory):
             return _open_single_item(directory, limits, item)
-    return _open_step(open_store(directory), limits, item)
+    return _open_step(files_at(directory), limits, item)
 
 
 def _is_early_item(directory: str) -> bool:
@@ -114,11 +114,11 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
     in_step = is_file(parent, STEP_METADATA_FILE) or step_name.isdecimal()
     if in_step and deleted_item(parent) == name:
         raise _being_deleted(directory)
-    opened = _OrbaxOpening(open_store(directory), limits)
+    opened = _OrbaxOpening(files_at(directory), limits)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
 
-def _open_step(root: Store, limits: Limits, item: str | None) -> Checkpoint:
+def _open_step(root: Files, limits: Limits, item: str | None) -> Checkpoint:
     """Opens the items of a step, or one of them."""
     opened = _OrbaxOpening(root, limits)
     if item is not None and root.is_remote and is_name(item) and is_item(root.join(item)):
@@ -164,7 +164,7 @@ def _being_deleted(directory: str) -> CheckpointNotFoundError:
     )
 
 
-def _lost(root: Store, item: str, names: list[str]) -> CheckpointError:
+def _lost(root: Files, item: str, names: list[str]) -> CheckpointError:
     """Makes the error of an item that a step's metadata name and that cannot be opened."""
     path = root.join(item)
     if item in subdirectories(root.path).outside:
@@ -178,7 +178,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _no_items(root: Store, step_metadata: Mapping[str, Any]) -> CheckpointError:
+def _no_items(root: Files, step_metadata: Mapping[str, Any]) -> CheckpointError:
     """Makes the error of a directory with a step's metadata that has nothing to read."""
     inside, outside = subdirectories(root.path)
     if outside:
@@ -197,10 +197,10 @@ def _no_items(root: Store, step_metadata: Mapping[str, Any]) -> CheckpointError:
     return CheckpointNotFoundError("no item of this step holds arrays", path=root.path)
 
 
-def read_step_metadata(root: Store, limits: Limits) -> dict[str, Any]:
+def read_step_metadata(root: Files, limits: Limits) -> dict[str, Any]:
     """Reads `_CHECKPOINT_METADATA`, {} where there is none. Handlers named there are never imported."""
     try:
-        data = read_small(root, STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
+        data = root.read_whole(STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
     except CheckpointNotFoundError:
         return {}
     return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
@@ -209,7 +209,7 @@ def read_step_metadata(root: Store, limits: Limits) -> dict[str, Any]:
 class _OrbaxOpening:
     """One checkpoint while it is being opened."""
 
-    def __init__(self, root: Store, limits: Limits):
+    def __init__(self, root: Files, limits: Limits):
         self._root = root
         self._limits = limits
         self._context = make_context()
@@ -273,7 +273,7 @@ class _OrbaxOpening:
             database = database_files(self._root, item, files)
             kvstore = self._root.kvstore(item)
             if isinstance(kvstore, dict):
-                check_database(kvstore, directory, self._context)
+                self._root.checked("database", item, partial(check_database, kvstore, directory, self._context))
             else:
                 values = OcdbtValues(kvstore, self._limits)
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)

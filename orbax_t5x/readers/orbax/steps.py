@@ -29,9 +29,9 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.readers.detect.probe import PathProbe, is_bundle_state, is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
-from orbax_t5x.storage.locations import can_list, has_known_names, is_url, open_store, stat_ahead
+from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import is_name
-from orbax_t5x.storage.strict_json import parse_object, read_small
+from orbax_t5x.storage.strict_json import parse_object
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
 MANIFEST_FILE = "manifest.ocdbt"
@@ -82,23 +82,23 @@ def is_item(directory: str) -> bool:
 
 def item_names(directory: str) -> list[str]:
     """Lists the subdirectories of a step that hold arrays, sorted; links that lead out of the step are none."""
-    names = list(recorded_items(directory)) if is_url(directory) else []
+    files = files_at(directory)
+    names = list(recorded_items(directory)) if files.is_remote else []
     if not names:
-        if is_url(directory) and not can_list(directory):
+        if not files.can_list:
             raise UnsupportedCheckpointError(
                 "web servers do not list their files, and the metadata of this step do not name its items",
                 path=directory,
                 fix=Fix.any_of(Fix.setting("name one by {}", item=...), Fix("open its own URL")),
             )
-        names = subdirectories(directory).inside
-    if is_url(directory):
-        stat_ahead(os.path.join(directory, name, METADATA_FILE) for name in names)
+        names = files.subdirectories().inside
+    files.stat_ahead([f"{name}/{METADATA_FILE}" for name in names])
     return sorted(name for name in names if TEMPORARY_MARK not in name and is_item(os.path.join(directory, name)))
 
 
 def recorded_items(directory: str) -> dict[str, Any]:
     """Reads the items that a step's metadata name, with the recorded names of their handlers; none without metadata."""
-    store = open_store(directory)
+    store = files_at(directory)
     if not store.has_file(STEP_METADATA_FILE):
         return {}
     data = store.read_whole(STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
@@ -137,7 +137,7 @@ def is_step_directory(directory: str) -> bool:
     """
     if is_file(directory, STEP_METADATA_FILE):
         return True
-    if is_url(directory) and (has_known_names(directory) or not can_list(directory)):
+    if not files_at(directory).may_hold_steps():
         return False
     items = item_names(directory)
     own_name = os.path.basename(directory)
@@ -164,9 +164,9 @@ def deleted_item(directory: str) -> str | None:
     """Reads which item of a step Orbax v1 began to delete and did not finish; None where there is none."""
     if not is_file(directory, _DELETION_FILE):
         return None
-    root = open_store(directory)
+    root = files_at(directory)
     path = root.join(_DELETION_FILE)
-    record = parse_object(read_small(root, _DELETION_FILE, limit=_MAX_METADATA_BYTES), path, allow_nan=True)
+    record = parse_object(root.read_whole(_DELETION_FILE, limit=_MAX_METADATA_BYTES), path, allow_nan=True)
     name = record.get(_DELETED_NAME)
     if not isinstance(name, str):
         raise CorruptCheckpointError(f"{_DELETED_NAME!r} is {str(name)[:200]!r}, not the name of an item", path=path)
@@ -175,7 +175,7 @@ def deleted_item(directory: str) -> str | None:
 
 def is_step(directory: str) -> bool:
     """Reports whether a directory with the name of a step is finished, as far as its own files show."""
-    if is_url(directory):
+    if files_at(directory).is_remote:
         return _is_remote_step(directory)
     try:
         if is_item(directory) or (is_file(directory, MSGPACK_FILE) and not _is_bundle_directory(directory)):
@@ -212,9 +212,9 @@ def _was_begun_by_orbax(directory: str) -> bool:
     """
     if not is_file(directory, STEP_METADATA_FILE):
         return False
-    root = open_store(directory)
+    root = files_at(directory)
     try:
-        data = read_small(root, STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
+        data = root.read_whole(STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
         metadata = parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
     except CheckpointError:
         return False
@@ -287,4 +287,4 @@ def newest_directory(root: str, steps: list[Step]) -> str:
             "open one of them by its own path",
             path=root,
         )
-    return open_store(root).locate(steps[-1].name)
+    return files_at(root).locate(steps[-1].name)

@@ -39,6 +39,7 @@ class JoinedExtents:
         self._extents = [extent for extent in extents if extent.size]
         self._begins = list(itertools.accumulate((extent.size for extent in self._extents), initial=0))
         self.path: str = file.path
+        self.is_remote: bool = file.is_remote
         self.size: int = self._begins.pop() if self._extents else 0
 
     def extent(self, offset: int, size: int) -> FileExtent | None:
@@ -103,10 +104,12 @@ class DeferredExtents:
 
     Attributes:
       path: of the file.
+      is_remote: see `FilePlace`.
     """
 
-    def __init__(self, path: str, find: Callable[[], JoinedExtents]):
-        self.path: str = path
+    def __init__(self, file: StoredFile, find: Callable[[], JoinedExtents]):
+        self.path: str = file.path
+        self.is_remote: bool = file.is_remote
         self._find = find
 
     @functools.cached_property

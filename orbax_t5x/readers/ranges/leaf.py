@@ -18,7 +18,7 @@ from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from orbax_t5x.readers.ranges.extents import extent_of
 from orbax_t5x.readers.ranges.strided import StridedRange
 from orbax_t5x.storage.crc import CRC32C, Crc
-from orbax_t5x.storage.locations import is_url
+from orbax_t5x.storage.store import FilePlace
 
 
 class RangeLeaf(BlockingLeaf):
@@ -27,11 +27,19 @@ class RangeLeaf(BlockingLeaf):
     __slots__ = ("dtype", "error", "is_remote", "name", "path", "shape")
 
     def __init__(
-        self, name: str, path: str, shape: tuple[int, ...], dtype: np.dtype, error: CheckpointError | None = None
+        self,
+        name: str,
+        place: FilePlace,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        error: CheckpointError | None = None,
+        *,
+        path: str | None = None,
     ):
+        """Makes the leaf of bytes at a place; `path` is for messages, and that of the place if it is None."""
         self.name: str = name
-        self.path: str = path
-        self.is_remote: bool = is_url(path)
+        self.path: str = place.path if path is None else path
+        self.is_remote: bool = place.is_remote
         self.shape: tuple[int, ...] = shape
         self.dtype: np.dtype = dtype
         self.error: CheckpointError | None = error
@@ -50,7 +58,7 @@ class ByteRangeLeaf(RangeLeaf):
     __slots__ = ("crc", "range")
 
     def __init__(self, name: str, range: StoredRange, crc: int | None = None, error: CheckpointError | None = None):
-        super().__init__(name, range.file.path, range.shape, range.dtype, error)
+        super().__init__(name, range.file, range.shape, range.dtype, error)
         self.range: StoredRange = range
         self.crc: int | None = crc
 

@@ -18,6 +18,7 @@ from orbax_t5x.lazy.leaf import Checksums, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.byte_range import StoredRange
 from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, moved, read_unchanged
+from orbax_t5x.storage.store import FilePlace
 
 
 class StoredSlice(NamedTuple):
@@ -36,13 +37,14 @@ class SlicedLeaf(RangeLeaf):
     def __init__(
         self,
         name: str,
+        place: FilePlace,
         path: str,
         shape: tuple[int, ...],
         dtype: np.dtype,
         slices: Sequence[StoredSlice],
         error: CheckpointError | None = None,
     ):
-        super().__init__(name, path, shape, dtype, error)
+        super().__init__(name, place, shape, dtype, error, path=path)
         self._slices = tuple(slices)
         self._bases = list(itertools.accumulate((one.range.nbytes for one in slices), initial=0))
 

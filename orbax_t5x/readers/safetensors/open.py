@@ -19,9 +19,9 @@ from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.safetensors.format import INDEX_FILE, INDEX_SUFFIX, LENGTH_BYTES, SINGLE_FILE, SUFFIX
 from orbax_t5x.readers.safetensors.header import header_size, parse_header, require_end
-from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Store, StoredFile
+from orbax_t5x.storage.locations import files_at, open_directory_of
+from orbax_t5x.storage.store import Files, StoredFile
 
 # One of the files of a model: its number and how many there are.
 _SHARD = re.compile(r"(.*)-[0-9]{5,}-of-([0-9]{5,})\.safetensors", re.ASCII | re.DOTALL)
@@ -29,19 +29,22 @@ _SHARD = re.compile(r"(.*)-[0-9]{5,}-of-([0-9]{5,})\.safetensors", re.ASCII | re
 
 def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a local `.safetensors` file, a `.safetensors.index.json`, or a directory with either."""
-    path = locations.absolute(os.fspath(path))
-    is_directory = locations.is_directory(path)
-    directory = path if is_directory else os.path.dirname(path)
-    store = locations.open_store(directory)
-    opened = _SafetensorsFiles(store, limits)
+    given = files_at(os.fspath(path))
+    path, is_directory = given.named, given.is_directory()
+    directory = given if is_directory else files_at(os.path.dirname(path))
+    name = "" if is_directory else os.path.basename(path)
+    files = directory
+    if given.is_link() and not is_directory and not name.endswith(INDEX_SUFFIX):
+        files, name = open_directory_of(path)
+    opened = _SafetensorsFiles(files, limits)
     if is_directory:
         opened.add_directory()
-    elif path.endswith(INDEX_SUFFIX):
-        opened.add_index(os.path.basename(path))
+    elif name.endswith(INDEX_SUFFIX):
+        opened.add_index(name)
     else:
-        opened.add_user_file(path)
-    opened.add_config(store)
-    return opened.checkpoint(path, trainer_step(directory))
+        opened.add_file(name)
+    opened.add_config(directory)
+    return opened.checkpoint(path, trainer_step(directory.named))
 
 
 class _SafetensorsFiles(ModelFiles):
@@ -50,13 +53,13 @@ class _SafetensorsFiles(ModelFiles):
     format = "safetensors"
     suffix = SUFFIX
 
-    def __init__(self, root: Store, limits: Limits):
+    def __init__(self, root: Files, limits: Limits):
         super().__init__(root, limits)
         self._metadata["file_metadata"] = {}
 
     def add_directory(self) -> None:
         """Adds the single model file of a directory, or the files that its index names, or else all its files."""
-        names = locations.names(self._root.path)
+        names = self._root.names()
         indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
         files = [name for name in names if name.endswith(SUFFIX)]
         if SINGLE_FILE in files:
@@ -72,17 +75,8 @@ class _SafetensorsFiles(ModelFiles):
         else:
             raise CheckpointNotFoundError("no safetensors files in this directory", path=self._root.path)
 
-    def add_user_file(self, path: str) -> None:
-        """Adds a file that the caller named; the caller's symlink is followed."""
-        if locations.is_link(path):
-            store, name = locations.open_directory_of(path)
-            self._files = store.open_files()
-        else:
-            name = os.path.basename(path)
-        self.add_file(name)
-
     def add_file(self, name: str) -> None:
-        file = self._files.file(name)
+        file = self._root.file(name)
         first = _head(file)
         refuse_lfs_pointer(first, file.path)
         size = header_size(first, file.known_size, file.path)

@@ -35,7 +35,7 @@ from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec, make_context
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import ArrayDirectory, Store
+from orbax_t5x.storage.store import ArrayDirectory, Files
 
 # The newest version whose uint16 arrays are the bits of bfloat16; later ones store bfloat16 as itself.
 _LAST_UINT16_VERSION = 2
@@ -48,7 +48,7 @@ class SharedDirectoryError(CorruptCheckpointError):
 class ZarrArrays:
     """The arrays of one checkpoint, of whose metadata `index_bytes` were read."""
 
-    def __init__(self, root: Store, file: str, version: int, flag: OpenFlag, limits: Limits):
+    def __init__(self, root: Files, file: str, version: int, flag: OpenFlag, limits: Limits):
         """Holds the settings of one checkpoint; `file` is the msgpack file, for errors about specs."""
         self._root = root
         self._file = file
@@ -179,4 +179,6 @@ class ZarrArrays:
             ours["metadata"] = written
             return ts.open(ours, open=True, assume_metadata=True, read=True, context=self._context).result()
         except (ValueError, NotImplementedError, OverflowError) as error:
-            raise typed_error(error, path=found.path, leaf=name, doing="opening it") from error
+            raise typed_error(
+                error, path=found.path, leaf=name, doing="opening it", is_remote=self._root.is_remote
+            ) from error

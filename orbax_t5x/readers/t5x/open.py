@@ -24,32 +24,33 @@ from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, finished_steps, newest_directory, step_of_name
 from orbax_t5x.readers.t5x.arrays import ZarrArrays
 from orbax_t5x.readers.t5x.specs import is_spec
-from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Store
+from orbax_t5x.storage.locations import files_at, open_directory_of
+from orbax_t5x.storage.store import Files
 
 _VERSIONS = range(4)
 
 
 def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a local root (its newest step), a step, its `checkpoint` file, or a single-file checkpoint."""
-    path = locations.absolute(os.fspath(path))
-    if not locations.is_directory(path):
-        root, name = locations.open_directory_of(path)
+    given = files_at(os.fspath(path))
+    path = given.named
+    if not given.is_directory():
+        root, name = open_directory_of(path)
         own = os.path.basename(path)
         step = step_of_name(os.path.basename(os.path.dirname(path)) if own == MSGPACK_FILE else own)
         return _open(path, root, name, step, limits)
-    if not locations.exists(os.path.join(path, MSGPACK_FILE)):
-        steps = [step for step in finished_steps(path) if locations.exists(os.path.join(path, step.name, MSGPACK_FILE))]
+    if not given.exists(MSGPACK_FILE):
+        steps = [step for step in finished_steps(path) if given.exists(f"{step.name}/{MSGPACK_FILE}")]
         if not steps:
             raise CheckpointNotFoundError(
                 f"neither a T5X step with a file {MSGPACK_FILE!r} nor a root with such steps", path=path
             )
         path = newest_directory(path, steps)
-    return _open(path, locations.open_store(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
+    return _open(path, files_at(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
 
 
-def _open(path: str, root: Store, name: str, step: int | None, limits: Limits) -> Checkpoint:
+def _open(path: str, root: Files, name: str, step: int | None, limits: Limits) -> Checkpoint:
     opened = open_state_file(root, name, limits)
     version, tree = _tree_of(opened)
     if version == 0 and name == MSGPACK_FILE and is_early_item(opened.tree):

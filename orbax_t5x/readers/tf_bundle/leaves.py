@@ -42,7 +42,7 @@ from orbax_t5x.readers.tf_bundle.sstable import unmask
 from orbax_t5x.readers.tf_bundle.string_range import StringRange
 from orbax_t5x.readers.tiling import MAX_TILING_STEPS, box_text, check_tiling
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import OpenFiles, Store, StoredFile
+from orbax_t5x.storage.store import Files, StoredFile
 
 _BIG_ENDIAN = 1
 # An entry may list so many slices more than the index has of its variable, so that the error can name the missing one.
@@ -52,11 +52,10 @@ _SPARE_SLICES = 16
 class BundleLeaves:
     """The leaves of one bundle; `shards` are the files that were looked at, or why they cannot be read."""
 
-    def __init__(self, root: Store, files: OpenFiles, prefix: str, header: BundleHeader, limits: Limits):
-        self._root = root
+    def __init__(self, files: Files, prefix: str, header: BundleHeader, limits: Limits):
         self._files = files
         self._prefix = prefix
-        self._index_path = root.join(f"{prefix}.index")
+        self._index_path = files.join(f"{prefix}.index")
         self._num_shards = header.num_shards
         self._limits = limits
         self._swap = (header.endianness == _BIG_ENDIAN) != (sys.byteorder == "big")
@@ -73,7 +72,7 @@ class BundleLeaves:
 
     def stat_shards(self) -> None:
         """Stats all shards in one batch."""
-        self._root.stat_ahead([self._shard_name(number) for number in range(self._num_shards)])
+        self._files.stat_ahead([self._shard_name(number) for number in range(self._num_shards)])
 
     def shard(self, number: int) -> StoredFile | CheckpointError:
         """Returns the file of a shard, measured once."""
@@ -82,7 +81,7 @@ class BundleLeaves:
             try:
                 self.shards[number] = self._files.file(name)
             except CheckpointNotFoundError:
-                self.shards[number] = CorruptCheckpointError("the shard is missing", path=self._root.join(name))
+                self.shards[number] = CorruptCheckpointError("the shard is missing", path=self._files.join(name))
             except CheckpointError as error:
                 self.shards[number] = error
         return self.shards[number]
@@ -241,7 +240,7 @@ class BundleLeaves:
                 raise self._corrupt(leaf, f"the slice {box_text(box)} has the shape {own_shape}")
             stored = self._range(leaf, own, own_shape, dtype)
             stored_slices.append(StoredSlice(box, stored, unmask(own.masked_crc)))
-        return SlicedLeaf(leaf, self._index_path, shape, dtype, stored_slices)
+        return SlicedLeaf(leaf, self._files, self._index_path, shape, dtype, stored_slices)
 
     def _box(self, leaf: str, extents: tuple[Extent, ...], shape: tuple[int, ...]) -> Box:
         if len(extents) != len(shape):

@@ -21,9 +21,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.readers.tf_bundle.sstable import is_table
-from orbax_t5x.storage import locations
+from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.store import Store
+from orbax_t5x.storage.store import Files
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class BundleLocation(NamedTuple):
     `rebased_from` is the absolute path that the `checkpoint` file names, where that is another directory.
     """
 
-    root: Store
+    root: Files
     prefix: str
     rebased_from: str | None = None
     bytes_read: int = 0
@@ -55,28 +55,29 @@ class BundleLocation(NamedTuple):
 
 def find_bundle(path: str) -> BundleLocation:
     """Finds the bundle of a path; the path is trusted, the contents of files are not."""
-    if locations.is_directory(path) and not locations.exists(f"{path}.index"):
+    given, index = files_at(path), files_at(f"{path}.index")
+    if given.is_directory() and not index.exists():
         return _in_directory(path)
-    if path.endswith(".index") and locations.exists(path):
-        real = locations.resolved(path)
+    if path.endswith(".index") and given.exists():
+        real = given.path
         path = real if real.endswith(".index") else path
         return _shards_beside(path.removesuffix(".index"))
-    if locations.exists(f"{path}.index"):
+    if index.exists():
         return _shards_beside(path)
-    if _SHARD_SUFFIX.search(path) and locations.exists(path):
+    if _SHARD_SUFFIX.search(path) and given.exists():
         return _find_beside_shard(_SHARD_SUFFIX.sub("", path))
-    if locations.is_file(path):
-        return _of_file(path)
-    if not locations.is_url(path) and (first := sorted(glob.glob(f"{glob.escape(path)}-[0-9]*-of-[0-9]*"))[:1]):
+    if given.is_file():
+        return _of_file(given)
+    if not given.is_remote and (first := sorted(glob.glob(f"{glob.escape(path)}-[0-9]*-of-[0-9]*"))[:1]):
         _refuse_v1(*_split_prefix(first[0]))
     raise CheckpointNotFoundError(
         f"no TensorFlow bundle: there is neither such a directory nor {path}.index", path=path
     )
 
 
-def _split_prefix(path: str) -> tuple[Store, str]:
-    directory, name = os.path.split(locations.absolute(path))
-    return locations.open_store(directory), name
+def _split_prefix(path: str) -> tuple[Files, str]:
+    directory, name = os.path.split(files_at(path).named)
+    return files_at(directory), name
 
 
 def _shards_beside(prefix: str) -> BundleLocation:
@@ -84,22 +85,22 @@ def _shards_beside(prefix: str) -> BundleLocation:
 
 
 def _find_beside_shard(prefix: str) -> BundleLocation:
-    if not locations.exists(f"{prefix}.index"):
+    if not files_at(f"{prefix}.index").exists():
         raise CheckpointNotFoundError("the shard's index is missing", path=f"{prefix}.index")
     return _shards_beside(prefix)
 
 
-def _of_file(path: str) -> BundleLocation:
-    root, name = _split_prefix(locations.resolved(path))
+def _of_file(file: Files) -> BundleLocation:
+    root, name = _split_prefix(file.path)
     if (state := _state(root, name)) is not None:
         return _named_location(root, *state)
     _refuse_v1(root, name)
-    raise CheckpointNotFoundError(f"no TensorFlow bundle: there is no {path}.index", path=path)
+    raise CheckpointNotFoundError(f"no TensorFlow bundle: there is no {file.named}.index", path=file.named)
 
 
-def _refuse_v1(root: Store, name: str) -> None:
+def _refuse_v1(root: Files, name: str) -> None:
     """Raises where a file is one of TensorFlow's first format."""
-    files = root.open_files()
+    files = files_at(root.path)
     try:
         if is_table(files.file(name)):
             raise UnsupportedCheckpointError(_V1_HINT, path=root.join(name))
@@ -110,11 +111,11 @@ def _refuse_v1(root: Store, name: str) -> None:
 
 
 def _in_directory(path: str) -> BundleLocation:
-    root = locations.open_store(path)
-    state = _state(root, _STATE_FILE) if locations.exists(root.join(_STATE_FILE)) else None
+    root = files_at(path)
+    state = _state(root, _STATE_FILE) if root.exists(_STATE_FILE) else None
     if state is not None:
         return _named_location(root, *state)
-    bundles = sorted(name for name in locations.names(root.path) if name.endswith(".index"))
+    bundles = sorted(name for name in root.names() if name.endswith(".index"))
     if len(bundles) == 1:
         return BundleLocation(root, bundles[0].removesuffix(".index"))
     found = f"{len(bundles)} bundles ({', '.join(bundles[:8])}): name one" if bundles else "nothing that ends in .index"
@@ -123,9 +124,9 @@ def _in_directory(path: str) -> BundleLocation:
     )
 
 
-def _state(root: Store, name: str) -> tuple[str, int] | None:
+def _state(root: Files, name: str) -> tuple[str, int] | None:
     """Reads the model_checkpoint_path that a `checkpoint` file names; None for files of another kind."""
-    files = root.open_files()
+    files = files_at(root.path)
     try:
         file = files.file(name)
         file.load(_STATE_BYTES)
@@ -142,7 +143,7 @@ def _state(root: Store, name: str) -> tuple[str, int] | None:
         raise CorruptCheckpointError("its model_checkpoint_path is no text", path=file.path) from None
 
 
-def _named_location(root: Store, named: str, bytes_read: int) -> BundleLocation:
+def _named_location(root: Files, named: str, bytes_read: int) -> BundleLocation:
     """Returns the location in a `checkpoint` file: below its directory; an absolute path by its last component."""
     if ".." in named.split("/"):
         raise UnsafeCheckpointError(

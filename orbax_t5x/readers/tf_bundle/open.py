@@ -19,6 +19,7 @@ from orbax_t5x.readers.tf_bundle.locate import BundleLocation, find_bundle
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, BundleHeader, parse_bundle_header
 from orbax_t5x.readers.tf_bundle.sstable import Table
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.store import StoredFile
 
 _STEP = re.compile(r"-([0-9]{1,18})$")
@@ -36,14 +37,14 @@ def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None
     """
     limits = limits if limits is not None else Limits()
     place = find_bundle(os.fspath(path))
-    index_files, files = place.root.open_files(), place.root.open_files()
+    files, index_files = place.root, files_at(place.root.path)
     try:
         index = index_files.file(f"{place.prefix}.index")
         index.load(limits.index_bytes)
         header, entries, slices = _read_index(index, limits)
     finally:
         index_files.close()
-    leaves = BundleLeaves(place.root, files, place.prefix, header, limits)
+    leaves = BundleLeaves(files, place.prefix, header, limits)
     step = _STEP.search(place.prefix)
     by_name = leaves.leaves(entries, slices)
     return Checkpoint(

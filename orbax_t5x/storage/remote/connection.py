@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, TypeVar, cast
 
 import tensorstore as ts
 
@@ -23,10 +22,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.opening import current_opening, current_recorder
 from orbax_t5x.storage.remote import hub
 from orbax_t5x.storage.remote.hub_ranges import HubFiles
-from orbax_t5x.storage.remote.recorded import RecordedBucket, RecordedTransport
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
 from orbax_t5x.storage.remote.transport import (
     REQUEST_SETTINGS,
@@ -39,7 +37,7 @@ from orbax_t5x.storage.remote.transport import (
 from orbax_t5x.storage.remote.urls import StoreUrl, kvstore_spec, parse_url
 from orbax_t5x.storage.remote.web_server import WebServer
 from orbax_t5x.storage.response_clock import ResponseClock
-from orbax_t5x.storage.transcript import current_transcript
+from orbax_t5x.storage.transcript import Transcript
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange, ReadContext
 
 _Result = TypeVar("_Result")
@@ -117,15 +115,15 @@ class Connection:
         self._wholes: dict[str, Response] = {}
         self._small: set[str] = set()
         self._at_end: list[Callable[[], None]] = []
-        self.transcript = current_transcript()
+        recorder = current_recorder()
+        self.transcript: Transcript | None = None if recorder is None else recorder.transcript
         try:
             # Web servers, which anyone may run, are read so that no response can hold more than was asked for.
             self._bucket = _open_bucket(url.base, self.clock) if url.can_list else None
             self._server: Transport = self._bucket or WebServer(url.base, self.clock)
-            if self.transcript is not None and self._bucket is not None:
-                self._server = self._bucket = RecordedBucket(self._bucket, url.base, self.transcript)
-            elif self.transcript is not None:
-                self._server = RecordedTransport(self._server, url.base, self.transcript)
+            if recorder is not None:
+                self._server = recorder.transport(self._server, url.base)
+                self._bucket = cast("ListedTransport", self._server) if self._bucket else None
             self.is_bounded = self._server.is_bounded
         except ValueError as error:
             raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
@@ -357,44 +355,6 @@ def _cancel(requests: Iterable[PendingRead]) -> None:
         request.future.cancel()
 
 
-class RemoteSession:
-    """Connections of one call."""
-
-    def __init__(self, timeout: float):
-        self.timeout = timeout
-        self.connections: dict[str, Connection] = {}
-
-    def close_idle(self) -> None:
-        """Closes the connections that no request uses; reading opens new ones."""
-        for connection in self.connections.values():
-            connection.close_idle()
-
-
-_SESSION: ContextVar[RemoteSession | None] = ContextVar("orbax_t5x_remote_session", default=None)
-
-
-@contextmanager
-def remote_session(limits: Limits | None = None) -> Generator[RemoteSession, None, None]:
-    """Keeps one `Connection` per server and bucket, which caches its responses, while it is entered.
-
-    A session inside another one is the same.
-    """
-    if (entered := _SESSION.get()) is not None:
-        yield entered
-        return
-    session = RemoteSession((limits or Limits()).io_timeout_secs)
-    token = _SESSION.set(session)
-    try:
-        yield session
-    except BaseException:
-        session.close_idle()
-        raise
-    finally:
-        _SESSION.reset(token)
-        for connection in session.connections.values():
-            connection.forget()
-
-
 class RemoteLocation(NamedTuple):
     """A connection and a key."""
 
@@ -410,7 +370,7 @@ def connect(url: str) -> RemoteLocation:
       UnsupportedCheckpointError: it is no URL of a store.
     """
     parsed = parse_url(url)
-    session = _SESSION.get() or RemoteSession(Limits().io_timeout_secs)
+    session = current_opening()
     if parsed.base not in session.connections:
         session.connections[parsed.base] = Connection(parsed, session.timeout)
     return RemoteLocation(session.connections[parsed.base], parsed.key, parsed.is_directory)

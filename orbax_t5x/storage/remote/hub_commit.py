@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.opening import answered
 from orbax_t5x.storage.remote.hub import HubPath, hub_endpoint, require_network
 from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, await_answer
 from orbax_t5x.storage.remote.transport import Response
@@ -16,7 +17,6 @@ from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, read_answer
 from orbax_t5x.storage.remote.web_request import WebRequest
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.strict_json import parse_object
-from orbax_t5x.storage.transcript import observed
 from orbax_t5x.storage.values import BoundedRange
 
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}", re.ASCII)
@@ -64,7 +64,7 @@ def find_commit(wanted: HubPath) -> Commit:
             hub.close_idle()
         return None if answer is None else answer.data
 
-    data = observed(["commit", url], ask)
+    data = answered(["commit", url], ask)
     if data is None:
         raise CheckpointNotFoundError(
             "not on the hub: it has no such repository or revision, or not for this token", path=path

@@ -18,6 +18,7 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.storage.opening import answered
 from orbax_t5x.storage.remote.hub import parse_hub_path
 from orbax_t5x.storage.remote.hub_commit import find_commit, known_commit
 from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, await_answer, server_of
@@ -26,7 +27,6 @@ from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, content_range, read_
 from orbax_t5x.storage.remote.web_request import WebRequest
 from orbax_t5x.storage.remote.web_response import PassingError
 from orbax_t5x.storage.response_clock import ResponseClock
-from orbax_t5x.storage.transcript import observed
 from orbax_t5x.storage.values import BoundedRange
 
 _REFUSED = (400, 401, 403, 404, 410)
@@ -75,7 +75,7 @@ class HubFiles:
           CheckpointError: it answers with neither.
         """
         path = f"hf://{self._repository}@{self._commit.revision}/{key}"
-        return observed(["takes ranges", path], lambda: self._takes_ranges(key, path))
+        return answered(["takes ranges", path], lambda: self._takes_ranges(key, path))
 
     def _takes_ranges(self, key: str, path: str) -> bool:
         wanted = BoundedRange.between(0, min(1, self._sizes[key] or 1))

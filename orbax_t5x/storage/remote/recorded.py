@@ -7,7 +7,7 @@ from typing import Any
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.storage.remote.transport import ListedTransport, PendingResponse, Response, Transport
-from orbax_t5x.storage.transcript import Transcript, observed
+from orbax_t5x.storage.transcript import Transcript
 from orbax_t5x.storage.values import BoundedRange
 
 
@@ -47,7 +47,7 @@ class RecordedBucket(RecordedTransport):
 
     def names(self, prefix: str, timeout: float) -> list[str]:
         """Implements `ListedTransport.names`."""
-        return observed(["names", self._base, prefix], lambda: self._bucket.names(prefix, timeout))
+        return self._transcript.answer(["names", self._base, prefix], lambda: self._bucket.names(prefix, timeout))
 
 
 class _Recorded:

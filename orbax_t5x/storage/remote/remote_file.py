@@ -65,9 +65,12 @@ class RemoteFile:
     """Implements `StoredFile`.
 
     Attributes:
+      is_remote: True.
       name: relative to the root.
       path: the URL.
     """
+
+    is_remote = True
 
     def __init__(self, connection: Connection, key: str, name: str, generation: bytes, state: OpenState):
         self._connection = connection

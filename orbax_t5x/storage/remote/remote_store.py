@@ -1,38 +1,70 @@
-"""A prefix of a bucket or a web server as a `Store`."""
+"""A prefix of a bucket or a web server as `Files`."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError, LimitExceededError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+)
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.remote.connection import Connection, FileStat, connect
+from orbax_t5x.storage.remote.connection import FileStat, connect
 from orbax_t5x.storage.remote.remote_file import OpenState, RemoteFile
-from orbax_t5x.storage.remote.request_errors import remote_error
+from orbax_t5x.storage.remote.request_errors import is_denied, remote_error
 from orbax_t5x.storage.remote.urls import kvstore_spec
 from orbax_t5x.storage.remote.values import DirectoryValues
-from orbax_t5x.storage.store import ArrayDirectory, OpenFiles, Snapshot, Store
+from orbax_t5x.storage.store import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.storage.values import Values
 
+# Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket
+# lists every chunk of every array, so these are statted first, all in one batch.
+KNOWN_NAMES = (
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "manifest.ocdbt",
+    "checkpoint",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "flax_model.msgpack",
+    "flax_model.msgpack.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
-class RemoteStore(Store):
-    """The files below a URL; see `Store`. Made within a `remote_session`, and outlives it."""
+
+class RemoteFiles(Files):
+    """Files below a URL; see `Files`. Made within an `opening`, and outlives it.
+
+    Attributes:
+      connection: to the server or bucket.
+    """
 
     is_remote = True
 
     def __init__(self, url: str):
+        """Sends no request.
+
+        Raises:
+          UnsupportedCheckpointError: it is no URL of a store.
+        """
         place = connect(url)
-        self._connection = place.connection
+        self.connection = place.connection
+        self.can_list = place.connection.can_list
         self._key = place.key
-        self.path: str = self._connection.url(place.key)
+        self._is_named_directory = place.is_directory
+        self.named: str = place.connection.url(place.key)
+        self._state = OpenState(self.named)
 
     @property
-    def connection(self) -> Connection:
-        """The server or bucket."""
-        return self._connection
+    def path(self) -> str:
+        return self.named
 
     def key(self, name: str, *, leaf: str | None = None) -> str:
         """Returns the key of a name.
@@ -43,78 +75,172 @@ class RemoteStore(Store):
         parts = split_name(name, path=self.path, leaf=leaf) if name else []
         return "/".join([self._key, *parts] if self._key else parts)
 
+    # -- the root itself
+
+    def is_link(self) -> bool:
+        return False
+
+    def is_file(self) -> bool:
+        return self.exists()
+
+    def is_directory(self) -> bool:
+        return self._kind() == "directory"
+
+    def _kind(self) -> str:
+        """Returns "file", "directory" or "missing".
+
+        A directory is what has files below it. A bucket is listed if it has no file that makes a checkpoint; on a web
+        server that is unknown then.
+        """
+        if self._known_names():
+            return "directory"
+        if not self._is_named_directory and self.exists():
+            return "file"
+        return "directory" if self.can_list and self.connection.names_below(self._key) else "missing"
+
+    def _known_names(self) -> list[str]:
+        """Returns the names of `KNOWN_NAMES` that exist; the same requests stat the names that detection needs."""
+        beside = [self._key, f"{self._key}.index"] if self._key else []
+        stats = self.connection.stat_small([*map(self.key, KNOWN_NAMES), *beside])
+        return [name for name, found in zip(KNOWN_NAMES, stats, strict=False) if found is not None]
+
+    def names(self) -> list[str]:
+        if known := self._known_names():
+            return sorted(known)
+        return sorted({name.partition("/")[0] for name in self.connection.names_below(self._key)})
+
+    def subdirectories(self) -> Subdirectories:
+        names = self.connection.names_below(self._key)
+        return Subdirectories(sorted({name.partition("/")[0] for name in names if "/" in name}), [])
+
+    def may_hold_steps(self) -> bool:
+        return self.can_list and not self._known_names()
+
+    # -- names below
+
     def join(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
-        return self._connection.url(self.key(name, leaf=leaf))
+        return self.connection.url(self.key(name, leaf=leaf))
 
-    def open_files(self) -> RemoteFiles:
-        return RemoteFiles(self)
+    def exists(self, name: str = "") -> bool:
+        key = self.key(name)
+        return bool(key) and self.connection.has_file(key)
 
-    def read_whole(self, name: str, *, limit: int, leaf: str | None = None) -> bytes:
-        answer = self._connection.whole([self.key(name, leaf=leaf)], limit)[0]
+    def has_file(self, name: str) -> bool:
+        return self.exists(name)
+
+    def has_files(self, names: Sequence[str]) -> list[bool]:
+        return [stat is not None for stat in self.connection.stat([self.key(name) for name in names])]
+
+    def require_file(self, name: str) -> None:
+        if not self.has_files([name])[0]:
+            raise CheckpointNotFoundError("no such file", path=self.join(name))
+
+    def look(self, name: str = "", *, head: int, tail: int) -> Look:
+        kind = "file" if name else self._kind()
+        if kind == "missing" and (refusal := self._refusal()) is not None:
+            raise refusal
+        if kind == "directory":
+            return Look(kind, names=frozenset(self.names()))
+        if kind == "missing" or not self.exists(name):
+            return Look("missing")
+        file = self._file(self.key(name), name)
+        try:
+            first = bytes(file.read(0, head))
+        except CorruptCheckpointError:  # it is shorter
+            first = bytes(file.read(0, file.size))
+        size = file.known_size
+        last = file.tail(tail) if size is None else bytes(file.read(max(0, size - tail), min(size, tail)))
+        return Look("file", first, last, None if len(first) == head else len(first))
+
+    def _refusal(self) -> CheckpointError | None:
+        """Returns the error with which the store refused to report on the root, or None.
+
+        A redirect of the URL itself means nothing: web servers redirect from a directory's name to the same with a
+        slash.
+        """
+        for key, refusal in self.connection.refused.items():
+            if is_denied(refusal) or key != self._key:
+                return remote_error(refusal, "reading its status", path=self.path)
+        return None
+
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
+        answer = self.connection.whole([self.key(name, leaf=leaf)], limit)[0]
         if answer is None:
             raise CheckpointNotFoundError("no such file", path=self.join(name), leaf=leaf)
         if len(answer.data) > limit:  # it was read ahead within another limit
             raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.join(name), leaf=leaf)
         return answer.data
 
-    def stat_ahead(self, names: Sequence[str]) -> None:
-        self._connection.stat([self.key(name) for name in names])
-
-    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        self._connection.whole([self.key(name) for name in names], limit, may_be_larger=False)
-
-    def require_file(self, name: str) -> None:
-        if not self.has_file(name):
+    def read_end(self, name: str, size: int) -> bytes:
+        data = self.connection.end_of(self.key(name), size)
+        if data is None:
             raise CheckpointNotFoundError("no such file", path=self.join(name))
-
-    def has_file(self, name: str) -> bool:
-        return self.has_files([name])[0]
-
-    def has_files(self, names: Sequence[str]) -> list[bool]:
-        return [stat is not None for stat in self._connection.stat([self.key(name) for name in names])]
-
-    def kvstore(self, name: str) -> dict[str, Any] | Values:
-        # Where processes share an opening, our own requests can be shared, and TensorStore's cannot.
-        if not self._connection.can_list or self._connection.transcript is not None:
-            return DirectoryValues(self._connection, self.key(name))
-        spec = kvstore_spec(self._connection.base)
-        return {**spec, "path": spec["path"] + self.key(name)}
-
-    def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> RemoteSnapshot:
-        return RemoteSnapshot(self, f"{directory}/{metadata}" if directory else metadata, leaf)
-
-    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        path = self.locate(directory, leaf=leaf)
-        files = self.array_files(directory, metadata, leaf=leaf)
-        data = self.read_whole(f"{directory}/{metadata}", limit=limit, leaf=leaf)
-        return ArrayDirectory(path, path, self.kvstore(directory), data, files)
-
-
-class RemoteFiles(OpenFiles):
-    """Files of a remote store that are open; implements `OpenFiles`."""
-
-    def __init__(self, store: RemoteStore):
-        self._store = store
-        self._state = OpenState(store.path)
+        return data
 
     def file(self, name: str, *, leaf: str | None = None) -> RemoteFile:
-        key = self._store.key(name, leaf=leaf)
-        found = self._store.connection.stat([key])[0]
+        return self._file(self.key(name, leaf=leaf), name, leaf)
+
+    def _file(self, key: str, name: str, leaf: str | None = None) -> RemoteFile:
+        found = self.connection.stat([key])[0]
         if found is None:
-            path = self._store.join(name)
-            if (refusal := self._store.connection.refused.get(key)) is not None:
+            path = self.connection.url(key)
+            if (refusal := self.connection.refused.get(key)) is not None:
                 raise remote_error(refusal, "reading its status", path=path, leaf=leaf) from refusal
             raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
-        return RemoteFile(self._store.connection, key, name, found.generation, self._state)
+        return RemoteFile(self.connection, key, name, found.generation, self._state)
 
     def require_open(self) -> None:
         self._state.require_open()
 
     def close(self) -> None:
         self._state.closed = True
+
+    # -- announcements
+
+    def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
+        parent, slash, _ = self._key.rpartition("/")
+        parents = [f"{parent}{slash}{name}" for name in beside] if self._key else []
+        self.connection.stat([*parents, *map(self.key, names)])
+
+    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
+        self.connection.whole([self.key(name) for name in names], limit, may_be_larger=False)
+
+    # -- what TensorStore reads by itself
+
+    def kvstore(self, name: str) -> dict[str, Any] | Values:
+        # If processes share an opening, our own requests can be shared, and TensorStore's cannot.
+        if not self.can_list or self.connection.transcript is not None:
+            return DirectoryValues(self.connection, self.key(name))
+        spec = kvstore_spec(self.connection.base)
+        return {**spec, "path": spec["path"] + self.key(name)}
+
+    def entries(self, name: str) -> dict[str, bool]:
+        """Returns nothing: a list names every chunk below."""
+        return {}
+
+    def require_plain(self, name: str, *, leaf: str | None = None) -> None:
+        """Does nothing: a store has no links."""
+
+    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> RemoteSnapshot:
+        return RemoteSnapshot(self, metadata, leaf)
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        path, name = self.locate(directory, leaf=leaf), f"{directory}/{metadata}"
+        files = self.snapshot([directory], name, leaf=leaf)
+        data = self.read_whole(name, limit=limit, leaf=leaf)
+        return ArrayDirectory(path, path, self.kvstore(directory), data, files)
+
+    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
+        check()
+
+    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
+        return None
+
+    def note_array(self, array: Any) -> None:
+        """Does nothing: processes that share an opening share the requests."""
 
 
 class RemoteSnapshot(Snapshot):
@@ -124,7 +250,7 @@ class RemoteSnapshot(Snapshot):
     requests. A writer that changes chunks and leaves the metadata as it was is not noticed.
     """
 
-    def __init__(self, store: RemoteStore, name: str, leaf: str | None):
+    def __init__(self, store: RemoteFiles, name: str, leaf: str | None):
         """Stats the file.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 from orbax_t5x.errors import (
@@ -63,7 +64,8 @@ def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | Non
     status = status_of(error)
     message = f"{doing}: {text[len(status) + 2 if status else 0 :]}"
     if is_denied(error):
-        return CheckpointIOError(f"{message}; credentials are missing or do not suffice", path=path, leaf=leaf)
+        message += "; credentials are missing or do not suffice"
+        return CheckpointIOError(message, path=path, leaf=leaf, errno=errno.EACCES)
     if status == "OUT_OF_RANGE":
         return CorruptCheckpointError(f"{message}; the file ends before the requested bytes", path=path, leaf=leaf)
     if status == "NOT_FOUND":

@@ -6,12 +6,11 @@ import pytest
 from orbax_t5x.readers.flax_msgpack.walk import StoredText, walk
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
 
 
 def walked(directory, data):
     (directory / "file").write_bytes(data)
-    return walk(FileSet(Root(directory)).file("file"), Limits())[0]
+    return walk(FileSet(directory).file("file"), Limits())[0]
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 31, 32, 255, 256, 65535, 65536, 70000])

@@ -9,7 +9,6 @@ import orbax_t5x as ot
 from orbax_t5x.readers.flax_msgpack.walk import StoredText, walk
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
 
 
 def open_bytes(directory, data, name="state.msgpack", **limits):
@@ -20,7 +19,7 @@ def open_bytes(directory, data, name="state.msgpack", **limits):
 
 def walked(directory, data):
     (directory / "file").write_bytes(data)
-    return walk(FileSet(Root(directory)).file("file"), Limits())[0]
+    return walk(FileSet(directory).file("file"), Limits())[0]
 
 
 PLAIN = st.recursive(

@@ -13,7 +13,6 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExcee
 from orbax_t5x.readers.tf_bundle.sstable import BadVarint, Table, is_table, read_varint, unmask
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
 from tests.support.bundle_writer import (
     MAGIC,
     block,
@@ -33,7 +32,7 @@ Entries = list[tuple[bytes, bytes]]
 
 def read(directory: Path, data: bytes, limits: Limits | None = None) -> Entries:
     (directory / "x.index").write_bytes(data)
-    files = FileSet(Root(directory))
+    files = FileSet(directory)
     try:
         return list(Table(files.file("x.index"), limits or Limits()).entries())
     finally:
@@ -62,7 +61,7 @@ def test_the_goldens_are_tables(goldens: Path) -> None:
     indexes = sorted(goldens.glob("tf_bundle/*/*.index"))
     assert len(indexes) == 7
     for path in indexes:
-        files = FileSet(Root(path.parent))
+        files = FileSet(path.parent)
         assert is_table(files.file(path.name))
         keys = [key for key, _ in Table(files.file(path.name), Limits()).entries()]
         assert keys[0] == b"" and keys == sorted(set(keys))

@@ -6,7 +6,7 @@ import pytest
 
 from orbax_t5x.storage.remote.recorded import RecordedBucket, RecordedTransport
 from orbax_t5x.storage.remote.transport import Response
-from orbax_t5x.storage.transcript import Transcript, Viewpoint, using
+from orbax_t5x.storage.transcript import Transcript, Viewpoint
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange
 
 BASE = "http://host"
@@ -43,19 +43,18 @@ def read_all(transport):
 
 def test_responses_are_given_again():
     server, recorded = Server(), Transcript()
-    with using(recorded):
-        bucket = RecordedBucket(server, BASE, recorded)
-        assert bucket.is_bounded is server.is_bounded
-        read_all(bucket)
-        assert bucket.names("d/", 1.0) == ["d/a"]
+    bucket = RecordedBucket(server, BASE, recorded)
+    assert bucket.is_bounded is server.is_bounded
+    read_all(bucket)
+    assert bucket.names("d/", 1.0) == ["d/a"]
     asked = server.asked.copy()
     received = Transcript.decode(recorded.encode(), Viewpoint(1, 0))
-    with using(received):
-        bucket = RecordedBucket(server, BASE, received)
-        read_all(bucket)
-        assert bucket.names("d/", 1.0) == ["d/a"] and server.asked == asked
-        RecordedTransport(server, "http://other", received).read("none", NO_BYTES).result()
-        bucket.read("file", BoundedRange.whole(3)).result()
-        assert server.asked[len(asked) :] == ["none", "file"], "of another server; more bytes than the request permits"
+    bucket = RecordedBucket(server, BASE, received)
+    read_all(bucket)
+    assert bucket.names("d/", 1.0) == ["d/a"] and server.asked == asked
+    RecordedTransport(server, "http://other", received).read("none", NO_BYTES).result()
+    bucket.read("file", BoundedRange.whole(3)).result()
+    assert server.asked[len(asked) :] == ["none", "file"], "of another server; more bytes than the request permits"
+    received.close()
     read_all(bucket)
     assert server.asked[-3:] == ["file", "none", "denied"], "the opening has ended"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.readers.chunk_grid import chunk_boxes
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import open_store
+from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.opening import opening
 from orbax_t5x.storage.remote import connection, remote_file, web_server
-from orbax_t5x.storage.remote.connection import remote_session
 from tests.support.http_store import serving
 
 DATA = np.random.default_rng(1).bytes(5 << 20)
@@ -25,8 +25,8 @@ def store():
 
 def file_of(store, data):
     store.files["file"] = data
-    with remote_session(Limits()):
-        return open_store(store.url).open_files().file("file")
+    with opening(Limits()):
+        return files_at(store.url).file("file")
 
 
 @pytest.fixture(params=[True, False], ids=["named by the server", "searched for, as in buckets"])

@@ -5,8 +5,8 @@ import pytest
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import open_store
-from orbax_t5x.storage.remote.connection import remote_session
+from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.opening import opening
 from tests.support.http_store import serving
 
 DATA = np.random.default_rng(1).bytes(5 << 20)
@@ -20,8 +20,8 @@ def store():
 
 def file_of(store, data):
     store.files["file"] = data
-    with remote_session(Limits()):
-        return open_store(store.url).open_files().file("file")
+    with opening(Limits()):
+        return files_at(store.url).file("file")
 
 
 def test_small_reads_come_from_few_requests(store):
@@ -36,17 +36,17 @@ def test_small_reads_come_from_few_requests(store):
 
 def test_whole_files_have_a_limit(store):
     store.files["small"] = DATA[:1000]
-    with remote_session(Limits()):
-        root = open_store(store.url)
+    with opening(Limits()):
+        root = files_at(store.url)
         assert root.read_whole("small", limit=1000) == DATA[:1000]
-    with remote_session(Limits()):
+    with opening(Limits()):
         store.forget()
         with pytest.raises(LimitExceededError):
-            open_store(store.url).read_whole("small", limit=999)
+            files_at(store.url).read_whole("small", limit=999)
         assert store.bytes_sent < 100
-    with remote_session(Limits()):
+    with opening(Limits()):
         store.forget()
-        root = open_store(store.url)
+        root = files_at(store.url)
         with pytest.raises(LimitExceededError, match="limit of 999"):
             root.read_ahead(["small"], limit=999)
         assert [request.range for request in store.log] == ["bytes=0-999"]
@@ -58,9 +58,9 @@ def test_whole_files_have_a_limit(store):
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "%2e%2e/x", "a\\b", "a\0b"])
 def test_names_stay_below_the_root(store, name):
     store.forget()
-    with remote_session(Limits()):
-        root = open_store(f"{store.url}/directory")
-        for use in (root.locate, root.has_file, root.kvstore, root.open_files().file):
+    with opening(Limits()):
+        root = files_at(f"{store.url}/directory")
+        for use in (root.locate, root.has_file, root.kvstore, root.file):
             with pytest.raises(UnsafeCheckpointError):
                 use(name)
     assert not store.log
