@@ -17,12 +17,11 @@ import numpy as np
 from orbax_t5x.lazy import Box, ChecksummedRange, Leaf, ReadStats, Request, as_view
 from orbax_t5x.lazy.box import full_box
 from orbax_t5x.lazy.leaf import Checksums
-from orbax_t5x.restoring.broadcast.decision import counts_of, leaf_reads
-from orbax_t5x.restoring.broadcast.needs import EntryNeeds
+from orbax_t5x.restoring.broadcast.chunks import counts_of, leaf_reads
+from orbax_t5x.restoring.broadcast.needs import EntryNeeds, StoreKind, Stores
 from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
-from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES, BroadcastMode
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry
 from tests.support.sparse_checkpoints import t5_xxl
 
 Layout = Literal["replicated", "rows", "columns"]

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from orbax_t5x.readers import open_checkpoint as open_checkpoint
     from orbax_t5x.restoring.api import plan_restore as plan_restore
     from orbax_t5x.restoring.api import restore as restore
+    from orbax_t5x.restoring.plan import PlanEntry as PlanEntry
     from orbax_t5x.restoring.plan import RestorePlan as RestorePlan
-    from orbax_t5x.restoring.plan_data import PlanEntry as PlanEntry
     from orbax_t5x.restoring.sources import Source as Source
 
 __version__ = "0.2.0"
@@ -61,7 +61,7 @@ MODULE_OF = {
     "LazyAwaitableArray": "orbax_t5x.lazy",
     "LazyThreadPoolArray": "orbax_t5x.lazy",
     "Limits": "orbax_t5x.readers",
-    "PlanEntry": "orbax_t5x.restoring.plan_data",
+    "PlanEntry": "orbax_t5x.restoring.plan",
     "Problem": "orbax_t5x.errors",
     "RestorePlan": "orbax_t5x.restoring.plan",
     "RestorePlanError": "orbax_t5x.errors",

@@ -18,13 +18,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from orbax_t5x.concurrency import call_in_thread
 from orbax_t5x.errors import CheckpointIOError, Fix
+from orbax_t5x.multihost.catalogue import collective_call
 from orbax_t5x.multihost.coordination import (
     has_backend,
     key_value_store,
@@ -32,7 +34,7 @@ from orbax_t5x.multihost.coordination import (
     service_process_id,
     waited_for_key,
 )
-from orbax_t5x.multihost.heartbeat import POLL_SECS, read_heartbeats, wait_with_living_peers
+from orbax_t5x.multihost.heartbeat import POLL_SECS, read_heartbeats, sending_heartbeats, wait_with_living_peers
 from orbax_t5x.text.wording import listed
 
 _KEYS = "orbax_t5x/rendezvous/"
@@ -71,6 +73,14 @@ def rendezvous_before_backend() -> None:
         future.result()
 
     barrier.pass_by(wait_and_make_backend, wait)
+
+
+@contextmanager
+def collective_restore() -> Generator[None, None, None]:
+    """Holds for a restore that every process makes: they meet, send heartbeats, and open together."""
+    rendezvous_before_backend()
+    with sending_heartbeats(), collective_call():
+        yield
 
 
 def rendezvous_before_collective(members: Sequence[int] | None, path: str | None) -> None:

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
+from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.multihost.catalogue import collective_call
-from orbax_t5x.multihost.heartbeat import announce_exit, sending_heartbeats
-from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import Records
 from orbax_t5x.readers import Limits
@@ -22,6 +22,10 @@ from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, open_sources
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern
+
+# Only the processes of a job load what they do together.
+_collective_restore = on_demand.function("orbax_t5x.multihost.rendezvous", "collective_restore")
+_announce_exit = on_demand.function("orbax_t5x.multihost.heartbeat", "announce_exit")
 
 
 @guarded
@@ -129,12 +133,10 @@ def restore(
       ((128, 16), (16, 16))
     """
     options = RestoreOptions.among(locals())
-    rendezvous_before_backend()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(sending_heartbeats())
-        with collective_call():
-            plan = open_plan(source, target, transforms, options, stack)
-        return plan.run(options)
+        if jax.distributed.is_initialized():
+            stack.enter_context(_collective_restore())
+        return open_plan(source, target, transforms, options, stack).run(options)
 
 
 def open_plan(
@@ -146,7 +148,8 @@ def open_plan(
     caller: Caller = ANY_RESTORE,
 ) -> RestorePlan:
     """Makes the plan of a restore; the stack closes the checkpoints that are opened for it."""
-    announce_exit()
+    if jax.distributed.is_initialized():
+        _announce_exit()
     chain = chain_of(transforms)
     return plan_of(open_sources(source, options, stack), target, chain, options, caller)
 

@@ -12,8 +12,7 @@ Host memory is bounded by the results that stay on the host plus the budget in f
 are given back when its arrays have arrived there. The memory in which leaves of chunked formats decode chunks has a
 budget of its own, of the same size at most (`decoding_bytes`).
 
-With several processes and `broadcast`, what more than one of them needs is read by one and sent (`broadcast`), after
-what each reads for itself.
+What several processes do beside it is in `joint_executor`, which they alone load.
 """
 
 from __future__ import annotations
@@ -26,34 +25,27 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, balanced_shares, call_of_user, run_in_pool
-from orbax_t5x.errors import CheckpointError
-from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, full_box, slices_within
+from orbax_t5x import on_demand
+from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, call_of_user, run_in_pool
+from orbax_t5x.lazy import Leaf, ReadStats, ValueLeaf, slices_within
 from orbax_t5x.lazy.box import box_shape
-from orbax_t5x.multihost.collectives import raise_together
-from orbax_t5x.multihost.heartbeat import sending_heartbeats
-from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
-from orbax_t5x.restoring.broadcast.needs import compare_plans, gather_needs, is_text
-from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
 from orbax_t5x.restoring.execute.buffers import check_value, explicit_transfers, layout_of, make_value
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
-from orbax_t5x.restoring.execute.shared_checksums import gather_checksums
 from orbax_t5x.restoring.fallback import ComputedLeaf
-from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
-from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
+from orbax_t5x.restoring.options import RestoreOptions
+from orbax_t5x.restoring.plan import Compute, PlanEntry, RestorePlan, RestoreReport
 from orbax_t5x.restoring.target_leaf import is_key_dtype
 from orbax_t5x.storage.memory import naming_memory_errors
 from orbax_t5x.text.progress_bar import OnProgress
 
-if TYPE_CHECKING:
-    from orbax_t5x.restoring.broadcast.send import Broadcast
+_execute_jointly = on_demand.function("orbax_t5x.restoring.joint_executor", "execute_jointly")
 
 # Workers for blocking reads. More than cores and they wait for one another: on two cores four take 1.4 s and 2.0 s
 # of processor time for what two do in 1.0 s and 1.5 s.
@@ -66,15 +58,16 @@ _HOST_PLATFORMS = frozenset({"cpu"})
 
 
 def execute_plan(
-    plan: PlanData, options: RestoreOptions, on_progress: OnProgress | None = None
+    plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Any], RestoreReport]:
     """Runs a plan for `RestorePlan.execute`; returns the values by name, and what was read and checked.
 
     `options.progress` is ignored: `on_progress` is called when bytes have arrived.
     """
-    rendezvous_before_backend()
-    with sending_heartbeats():
-        return _Execution(plan, options, on_progress).run()
+    # The processes of a job meet before JAX makes its backend, as `process_count` does.
+    if jax.distributed.is_initialized() or jax.process_count() > 1:
+        return _execute_jointly(plan, options, on_progress)
+    return Execution(plan, options, on_progress).run()
 
 
 def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
@@ -106,48 +99,43 @@ def has_transfers(entries: Iterable[PlanEntry]) -> bool:
 _Buffers = dict[str, list[np.ndarray]]
 
 
-class _Execution:
-    """Execution of one plan."""
+class Execution:
+    """Execution of one plan, by the only process; `joint_executor` has that by several."""
 
-    def __init__(self, plan: PlanData, options: RestoreOptions, on_progress: OnProgress | None):
+    _is_joint = False
+
+    def __init__(self, plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None):
         self._plan = plan
         self._limit = options.limit
         self._progress = on_progress
         leaves = {leaf for entry in plan.entries for leaf in entry.leaves}
-        self._stats = ReadStats(options.verify, decoding_bytes(leaves, options.limit))
+        self._stats = ReadStats(options.verify, decoding_bytes(leaves, self._limit))
         self._values: dict[str, Any] = {}
         self._caller = CallerThread()
         self._done_bytes = 0
         self._pending: collections.Counter[Leaf] = collections.Counter()
         self._verified: dict[Leaf, bool | None] = {}
-        self._several = jax.process_count() > 1
-        self._mode: BroadcastMode = options.broadcast if self._several else False
         self._stop = threading.Event()
         self._reader = Reader(self._stats, self._stop)
-        self._path = ", ".join(checkpoint.path for checkpoint in plan.checkpoints.values()) or None
-        self._bytes_received = 0
+        self._bytes_received: int = 0
         self._awaits_transfers = False
 
     def run(self) -> tuple[dict[str, Any], RestoreReport]:
+        """Reads the plan; returns the values by name and the report."""
         started = time.monotonic()
-        stores: Stores | None = None
         entries = [entry for entry in self._plan.entries if entry.view is not None]
         self._awaits_transfers = has_transfers(entries)
-        if self._several:
-            stores = compare_plans(self._plan, self._mode, self._path)
-        self._reader.in_memory = self._computed_leaves(entries)
-        broadcast: Broadcast | None = None
-        if self._mode == "auto" and stores is not None and max(stores) is not StoreKind.LOCAL:
-            broadcast, entries = self._broadcast(entries, stores)
-        elif self._mode and self._mode != "auto":
-            broadcast, entries = self._broadcast(entries, None)
-        groups = group_entries(entries, self._limit)
+        own = self._own_entries(entries)
+        if self._plan.fallback is not None:
+            self._reader.in_memory = self._computed_leaves(entries, self._plan.fallback)
+        groups = group_entries(own, self._limit)
         for group in groups:
             self._pending.update(group.leaves.keys())
-        if groups or self._several:
-            self._read(groups, broadcast)
+        if groups or self._is_joint:
+            self._read(groups)
         self._reader.in_memory = {}
-        self._values.update(self._computed())
+        if self._plan.fallback is not None:
+            self._values.update(self._computed(self._plan.fallback))
         report = self._report(time.monotonic() - started)
         for entry in self._plan.entries:
             if entry.action == "keep":
@@ -156,83 +144,24 @@ class _Execution:
 
     # -- reading
 
-    def _broadcast(self, entries: Sequence[PlanEntry], stores: Stores | None) -> tuple[Broadcast, list[PlanEntry]]:
-        """Prepares the broadcast of what several processes need; returns also the entries that are read without it.
+    def _own_entries(self, entries: list[PlanEntry]) -> list[PlanEntry]:
+        """Returns the entries that this process reads for itself: all."""
+        return entries
 
-        With `stores`, only what they make worth sending is sent; strings of a local disk are read by each.
-        """
-        from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast  # noqa: PLC0415  (several processes only)
-        from orbax_t5x.restoring.broadcast.send import Broadcast  # noqa: PLC0415  (as well)
-
-        texts = [entry for entry in entries if is_text(entry) and (stores is None or stores.of(entry.leaves))]
-        arrays = [entry for entry in entries if not is_text(entry)]
-        local_texts = [entry for entry in entries if is_text(entry) and entry not in texts]
-        processes = jax.process_count()
-        schedule = schedule_broadcast(gather_needs(arrays, self._path), processes, self._limit, stores)
-        if stores is not None:
-            self._plan.decisions = schedule.decisions
-        broadcast = Broadcast(
-            schedule,
-            texts,
-            self._reader,
-            self._place_arrived,
-            process=jax.process_index(),
-            processes=processes,
-            limit=self._limit,
-            path=self._path,
-        )
-        return broadcast, [*local_texts, *schedule.unshared]
-
-    def _read(self, groups: list[Group], broadcast: Broadcast | None) -> None:
-        error: BaseException | None = None
+    def _read(self, groups: list[Group]) -> None:
         workers = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore")
         try:
             with LoopThread() as thread, workers as pool:
                 try:
-                    thread.run(self._read_all(groups, pool), caller=self._caller)
-                except BaseException as caught:  # the other processes must receive it first
-                    error = caught
-                if broadcast is not None and (error is None or isinstance(error, Exception)):
-                    try:
-                        thread.run(broadcast.run(pool, error), caller=self._caller)
-                    except BaseException as caught:
-                        error = caught
-                    self._bytes_received = broadcast.bytes_received
-                self._stop.set()
-                lost_peer = broadcast is not None and broadcast.lost_peer
-                if self._several and not lost_peer and (error is None or isinstance(error, Exception)):
-                    self._verify_together(thread, error)
-                if error is not None:
-                    raise error
+                    self._read_in(thread, groups, pool)
+                finally:
+                    self._stop.set()
         finally:
-            self._stop.set()
-            del error  # whose traceback holds this frame, and so the threads
+            self._stop.set()  # also where an interrupt came before the inner one
 
-    def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
-        """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
-        try:
-            ranges = gather_checksums(self._stats, self._leaves_in_order(), error=error, path=self._path)
-        except CheckpointError:
-            if error is None:
-                raise
-            return
-        if self._stats.verify != "full":
-            thread.run(self._verify_all(self._leaves_in_order(), ranges, self._stats))
-            return
-        try:
-            thread.run(self._verify_rest(ranges))
-        except Exception as caught:
-            error = caught
-        raise_together(error, self._path)
-
-    async def _verify_rest(self, ranges: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
-        """Compares checksums of what was read; leaves that this does not cover are read, some by each process."""
-        await self._verify_all(self._leaves_in_order(), ranges, ReadStats("touched"))
-        rest = [leaf for leaf, verified in self._verified.items() if verified is False]
-        work_shares = balanced_shares(rest, _stored_bytes, jax.process_count())
-        await self._verify_all(work_shares[jax.process_index()], ranges, self._stats)
-        # Unless another process finds damage in its own: `raise_together` then raises that here, too.
-        self._verified.update(dict.fromkeys(rest, True))
+    def _read_in(self, thread: LoopThread, groups: list[Group], pool: concurrent.futures.Executor) -> None:
+        """Reads groups in an event loop, and verifies what was read."""
+        thread.run(self._read_all(groups, pool), caller=self._caller)
 
     async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
         budget = Budget(self._limit)
@@ -266,8 +195,6 @@ class _Execution:
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
                 for task in done:
                     task.result()
-            if self._several:
-                await asyncio.gather(*[leaf.check_for_all(self._stats) for leaf in self._leaves_in_order()])
         except BaseException:
             self._stop.set()
             for task in tasks:
@@ -286,44 +213,14 @@ class _Execution:
         await self._reader.fill_awaited(stages, group.entries[0], pool)
         return buffers
 
-    # -- checksums
-
     async def _verify_group(self, group: Group) -> None:
-        """Compares the checksums of leaves after their last read; of several processes all do that at the end."""
-        if self._several:
-            return
+        """Compares the checksums of leaves after their last read."""
         for leaf in group.leaves:
             self._pending[leaf] -= 1
             if not self._pending[leaf]:
                 self._verified[leaf] = await leaf.verify_checksum(self._stats, self._stats.ranges(leaf))
 
-    async def _verify_all(
-        self, leaves: Iterable[Leaf], ranges: Mapping[Leaf, Sequence[ChecksummedRange]], stats: ReadStats
-    ) -> None:
-        for leaf in leaves:
-            self._verified[leaf] = await leaf.verify_checksum(stats, ranges.get(leaf, ()))
-
-    def _leaves_in_order(self) -> list[Leaf]:
-        """Returns the leaves in plan order, the same on every process; grouping depends on its own boxes."""
-        return list(dict.fromkeys(leaf for entry in self._plan.entries for leaf in entry.leaves))
-
     # -- results
-
-    async def _place_arrived(self, entry: PlanEntry, buffers: list[np.ndarray]) -> None:
-        """Makes the value of what a broadcast received; the broadcast goes on where this fails."""
-        placed, error = await self._caller.run(self._place_or_error, entry, buffers)
-        if error is not None:
-            raise error
-        if self._awaits_transfers:
-            await run_in_pool(None, jax.block_until_ready, placed)
-
-    def _place_or_error(
-        self, entry: PlanEntry, buffers: list[np.ndarray]
-    ) -> tuple[list[Any], None] | tuple[None, Exception]:
-        try:
-            return self._place([entry], {entry.name: buffers}), None
-        except Exception as error:
-            return None, error
 
     def _place(self, entries: Sequence[PlanEntry], buffers: _Buffers) -> list[Any]:
         """Makes the values of entries, in the caller's thread, and returns them."""
@@ -339,28 +236,28 @@ class _Execution:
                 call_of_user(self._progress, min(self._done_bytes, total), total, entry.name)
         return list(placed.values())
 
-    def _computed_leaves(self, entries: Sequence[PlanEntry]) -> dict[Leaf, ValueLeaf]:
+    def _computed_leaves(self, entries: Sequence[PlanEntry], compute: Compute) -> dict[Leaf, ValueLeaf]:
         """Computes the leaves that a fallback function fills partly, or that are cast here.
 
         They are arrays of the function's own dtypes, placed like these leaves.
         """
         computed = [leaf for entry in entries for leaf in entry.leaves if isinstance(leaf, ComputedLeaf)]
-        if not computed or self._plan.fallback is None:
+        if not computed:
             return {}
         targets = {entry.name: entry.leaf for entry in entries if entry.leaf is not None}
         computed_targets = {leaf.name: dataclasses.replace(targets[leaf.name], dtype=leaf.dtype) for leaf in computed}
         arrays = {
             name: jax.random.key_data(value) if is_key_dtype(value.dtype) else value
-            for name, value in self._plan.fallback(computed_targets).items()
+            for name, value in compute(computed_targets).items()
         }
         return {leaf: ValueLeaf(arrays[leaf.name], leaf.name) for leaf in computed}
 
-    def _computed(self) -> dict[str, Any]:
+    def _computed(self, compute: Compute) -> dict[str, Any]:
         """Computes the leaves that a fallback function fills completely, in the target's dtypes."""
         entries = [entry for entry in self._plan.entries if entry.action == "fallback" and entry.view is None]
-        if not entries or self._plan.fallback is None:
+        if not entries:
             return {}
-        values = self._plan.fallback({entry.name: entry.leaf for entry in entries if entry.leaf is not None})
+        values = compute({entry.name: entry.leaf for entry in entries if entry.leaf is not None})
         for entry in entries:
             check_value(entry, values[entry.name])
         return values
@@ -380,10 +277,6 @@ class _Execution:
             bytes_received=self._bytes_received,
             from_fallback=self._plan.filled,
         )
-
-
-def _stored_bytes(leaf: Leaf) -> int:
-    return leaf.bytes_of((full_box(leaf.shape),))
 
 
 def _allocate(group: Group) -> tuple[_Buffers, list[list[BufferedPiece]]]:

@@ -12,8 +12,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
-from orbax_t5x.multihost.catalogue import opened_once
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import CallerKind, Decision, ResumeContext, combine_decisions, decide
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
@@ -21,6 +23,8 @@ from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.run_steps import has_older_record
 from orbax_t5x.restoring.sources import OpenSources
 from orbax_t5x.trees.narrow import is_mapping
+
+_opened_once = on_demand.function("orbax_t5x.multihost.catalogue", "opened_once")  # several processes only
 
 _logger = logging.getLogger(__name__)
 
@@ -81,8 +85,10 @@ class SourceHistory:
 
     def with_older_steps_once(self) -> Records:
         """Returns the same; of several processes of a job one reads for all."""
+        if not jax.distributed.is_initialized():
+            return self.with_older_steps()
         paths = [checkpoint.shared_path for checkpoint in self.sources.checkpoints.values()]
-        return opened_once(["history", *paths], ", ".join(paths), self.with_older_steps)
+        return _opened_once(["history", *paths], ", ".join(paths), self.with_older_steps)
 
     def decide(
         self, records: Records, transforms: Sequence[Callable[..., Any]], options: RestoreOptions, kind: CallerKind

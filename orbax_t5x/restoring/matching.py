@@ -19,7 +19,7 @@ from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
 from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import RestoreOptions
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.restoring.target_leaf import MissingLeaf, TargetLeaf, is_key_dtype
 from orbax_t5x.restoring.targets import Target, is_parameter_name
 from orbax_t5x.text.wording import counted

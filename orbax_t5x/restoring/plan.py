@@ -1,37 +1,233 @@
-"""Restore plan for users: data that `show` prints and `execute` runs."""
+"""Plan of a restore: the reads of each target leaf, decided before an array byte is read.
+
+Views say what to read, target leaves what to make. A plan is data: `show` turns it into text and `executor` runs it,
+both loaded when they are first called.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
+import jax
+
+from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
-from orbax_t5x.lazy import Verify
-from orbax_t5x.restoring.executor import execute_plan
+from orbax_t5x.lazy import Box, Leaf, Verify, View
+from orbax_t5x.lazy.box import full_box
+from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
-from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
-from orbax_t5x.restoring.show.as_data import to_json
-from orbax_t5x.restoring.show.compare import plan_diff
-from orbax_t5x.restoring.show.explain import explain_leaf
-from orbax_t5x.restoring.show.filled import warning_of_filled
-from orbax_t5x.restoring.show.log_lines import about_to_restore, has_restored
-from orbax_t5x.restoring.show.table import plan_html, plan_table
+from orbax_t5x.restoring.target_leaf import TargetLeaf
+from orbax_t5x.restoring.targets import Target
+from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.progress_bar import Progress, shown_progress
+from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
+from orbax_t5x.transforms.base import AnyTransform
+
+_execute_plan = on_demand.function("orbax_t5x.restoring.executor", "execute_plan")
+_plan_table = on_demand.function("orbax_t5x.restoring.show.table", "plan_table")
+_plan_html = on_demand.function("orbax_t5x.restoring.show.table", "plan_html")
+_explain_leaf = on_demand.function("orbax_t5x.restoring.show.explain", "explain_leaf")
+_plan_diff = on_demand.function("orbax_t5x.restoring.show.compare", "plan_diff")
+_to_json = on_demand.function("orbax_t5x.restoring.show.as_data", "to_json")
+_warning_of_filled = on_demand.function("orbax_t5x.restoring.show.filled", "warning_of_filled")
+_about_to_restore = on_demand.function("orbax_t5x.restoring.show.log_lines", "about_to_restore")
+_has_restored = on_demand.function("orbax_t5x.restoring.show.log_lines", "has_restored")
 
 _logger = logging.getLogger(__name__)
 
+# Folded names that a printed report has of each kind.
+_SHOWN_NAMES = 20
+Action = Literal["read", "value", "fallback", "keep"]
 
-class RestorePlan(PlanData):
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanEntry:
+    """One leaf of the target.
+
+    Attributes:
+      name: '/'-joined name in the target.
+      sources: names of the checkpoint's leaves that it is made from, in order; empty for what is not read.
+      shape, dtype: of what comes back.
+      sharding: of the array that is made; None for what stays on the host.
+      action: "read"; "value": a constant that a transform put there; "fallback"; "keep": a placeholder stays.
+      how: what happens on the way, in words ("stack of 24 on axis 1"); empty for a plain read.
+      rule: the rule that decided where it comes from, in words; empty where names matched.
+      fidelity: of an optimizer's leaf that followed its parameter: "exact", "approximate" or "reset"; else empty.
+      view: what to read, of the target's shape and dtype; None where nothing is read.
+      leaf: what the target wants.
+      leaves: the stored leaves and constants that the view is made of.
+
+    Example:
+      >>> rename = ot.transforms.Rename([("shared/embedding", "table")])
+      >>> plan = ot.plan_restore(bundle, {"table": np.zeros((128, 16), np.float32)}, [rename], strict=False)
+      >>> (entry,) = plan.entries
+      >>> entry.name, entry.sources, entry.action
+      ('table', ('shared/embedding',), 'read')
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding | None
+    action: Action
+    how: str = ""
+    rule: str = ""
+    fidelity: str = ""
+    view: View | None = dataclasses.field(default=None, repr=False)
+    leaf: TargetLeaf | None = dataclasses.field(default=None, repr=False)
+    leaves: tuple[Leaf, ...] = dataclasses.field(default=(), repr=False)
+
+    def boxes(self) -> tuple[Box, ...]:
+        """Returns the unique index boxes that this process needs, in device order."""
+        if self.leaf is None or self.view is None:
+            return ()
+        return addressable_boxes(self.leaf.sharding, self.leaf.shape)
+
+    @property
+    def reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+        """The boxes that this process reads for it of each leaf, constants included; each box once."""
+        leaf = None if self.view is None else self.view.leaf
+        # The boxes of a bare leaf are those that it is asked for. Most entries are such: what is kept for each of them
+        # is what Python's garbage collector goes through while it is planned.
+        return self._composed_reads if leaf is None else ((leaf, self.boxes()),)
+
+    @functools.cached_property
+    def _composed_reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+        return () if self.view is None else boxes_by_leaf((self.view, box) for box in self.boxes())
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes of array data that this process reads for it, as `RestoreReport.bytes_read` counts them."""
+        return sum([leaf.bytes_of(boxes) for leaf, boxes in self.reads])
+
+
+def boxes_by_leaf(items: Iterable[tuple[View, Box]]) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+    """Returns the boxes of each leaf that reading boxes of views takes, each once."""
+    found: dict[Leaf, dict[Box, None]] = {}
+    for view, box in items:
+        for leaf, wanted in view.requests(box):
+            found.setdefault(leaf, {})[wanted] = None
+    return tuple([(leaf, tuple(boxes)) for leaf, boxes in found.items()])
+
+
+def addressable_boxes(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Returns the unique index boxes of this process's shards; the whole array without a sharding."""
+    return (full_box(shape),) if sharding is None else _boxes_of(sharding, shape)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return tuple(dict.fromkeys(box_of_index(index or (), shape) for index in shard_indices(sharding, shape)))
+
+
+def shard_indices(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Iterable[Sequence[slice] | None]:
+    """Returns the index of each shard that this process holds, in device order, as JAX gives it."""
+    untyped: Any = sharding
+    return untyped.addressable_devices_indices_map(shape).values()
+
+
+def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """Converts a shard's index, as JAX gives it, to a box."""
+    bounds = [
+        (index_slice.start or 0, size if index_slice.stop is None else index_slice.stop)
+        for index_slice, size in zip(index, shape, strict=False)
+    ]
+    return (*bounds, *((0, size) for size in shape[len(bounds) :]))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RestoreReport:
+    """Report on one execution; printed, names of repeated layers are one line.
+
+    Attributes:
+      bytes_read: bytes of array data read by this process: of the elements that its shards need, decoded, each
+        element of a leaf once however many leaves and devices want it, gaps not counted. What can only be read whole
+        counts whole (the strings of one TensorFlow variable, as stored; an array behind a function); constants and
+        what was read when the checkpoint was opened count nothing. It equals the plan's `bytes_to_read`, unless
+        `verify="full"` read more for checksums.
+      gap_bytes: bytes read over because they lay in gaps below 4 KiB between wanted runs.
+      index_bytes: bytes read to open the checkpoints.
+      fill_chunks: chunks that were absent, legitimately, and stand for the fill value.
+      verified: leaves whose checksum was computed over all their bytes and holds.
+      unverified: leaves that were read only in part, so that their checksum could not be compared.
+      without_checksum: leaves whose format keeps no checksum of data.
+      from_fallback: leaves of the target that came from the fallback.
+      seconds: wall time.
+      bytes_received: bytes of array data that other processes read and sent to this one. With
+        what it read itself and sent to others, `bytes_read` differs from the plan's `bytes_to_read` then.
+    """
+
+    bytes_read: int
+    gap_bytes: int
+    index_bytes: int
+    fill_chunks: int
+    verified: tuple[str, ...]
+    unverified: tuple[str, ...]
+    without_checksum: tuple[str, ...]
+    seconds: float
+    bytes_received: int = 0
+    from_fallback: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """Counts without names, in one line."""
+        parts = [f"{size_text(self.bytes_read)} read in {self.seconds:.2f} s"]
+        if self.bytes_received:
+            parts.append(f"{size_text(self.bytes_received)} received from other processes")
+        if self.gap_bytes:
+            parts.append(f"{size_text(self.gap_bytes)} of gaps read over")
+        if self.fill_chunks:
+            parts.append(f"{counted(self.fill_chunks, 'chunk')} absent, filled")
+        return ", ".join([*parts, *(f"{leaves_text(len(names))} {word}" for word, names in self._checks() if names)])
+
+    def _checks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        return (
+            ("verified", self.verified),
+            ("read only in part", self.unverified),
+            ("without checksum", self.without_checksum),
+            ("from fallback", self.from_fallback),
+        )
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for word, names in self._checks():
+            folded = fold_names(names)
+            lines += [f"{word}:"] if names else []
+            lines += [f"  {plain(row.label)}" for row in folded[:_SHOWN_NAMES]]
+            left = sum(len(row.members) for row in folded[_SHOWN_NAMES:])
+            lines += [f"  … and {leaves_text(left)} more"] if left else []
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<RestoreReport: {self.summary()}>"
+
+
+Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
+"""Computes leaves of the target with a fallback function, by name."""
+
+
+class RestorePlan:
     """Plan of a restore; made by `orbax_t5x.plan_restore`, run by `execute`.
 
     Attributes:
       entries: one per leaf of the target, in its order.
+      target: the flattened target.
+      checkpoints: the open sources, by the prefix of their leaf names; one alone under "".
       unused: names of the checkpoint's leaves that no rule took out and that have no place in the target.
       dropped: names that a transform, a placeholder or an `InferenceState` took out.
       warnings: rules that are shadowed, repeated or unused where that is allowed, and what a reader warned of.
       provenance: what was applied to this state, oldest first; handlers write it beside what they save.
       filled: names of the target's leaves that come from the fallback.
+      fallback: computes what a fallback function computes with JAX, or None.
+      is_fill_expected: whether the caller named the leaves that the fallback may fill (`fallback_for`).
+      found_rules: the transforms that `"auto"` found; `print(plan)` shows them as code to paste.
       report: after `execute`, what was read and checked.
+      decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
+        `broadcast.schedule.decisions_of` decides by the shardings.
 
     Example:
       >>> plan = ot.plan_restore(bundle, None)
@@ -40,6 +236,63 @@ class RestorePlan(PlanData):
       >>> plan.execute()["shared"]["embedding"].shape
       (128, 16)
     """
+
+    def __init__(
+        self,
+        *,
+        entries: Sequence[PlanEntry],
+        target: Target,
+        checkpoints: Mapping[str, Checkpoint],
+        unused: Sequence[str],
+        dropped: Sequence[str],
+        warnings: Sequence[str],
+        provenance: Sequence[Mapping[str, Any]],
+        fallback: Compute | None,
+        is_fill_expected: bool = False,
+        found_rules: Sequence[AnyTransform] = (),
+    ):
+        self.entries: tuple[PlanEntry, ...] = tuple(entries)
+        self.target = target
+        self.checkpoints: dict[str, Checkpoint] = dict(checkpoints)
+        self.unused: tuple[str, ...] = tuple(unused)
+        self.dropped: tuple[str, ...] = tuple(dropped)
+        self.warnings: tuple[str, ...] = tuple(warnings)
+        self._read_provenance: Callable[[], Sequence[Mapping[str, Any]]] = lambda: provenance
+        self.fallback = fallback
+        self.is_fill_expected = is_fill_expected
+        self.found_rules: tuple[AnyTransform, ...] = tuple(found_rules)
+        self.report: RestoreReport | None = None
+        self.decisions: Mapping[str, Any] | None = None
+
+    def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Takes the provenance from a function, which is called where it is first used."""
+        self._read_provenance = read
+
+    @functools.cached_property
+    @guarded
+    def provenance(self) -> tuple[Mapping[str, Any], ...]:
+        """The transforms that were applied to this state, oldest first, to record with what is saved of it.
+
+        Of a plan without transforms, of a step that records nothing, the run's older steps are read for it.
+        """
+        return tuple(self._read_provenance())
+
+    @functools.cached_property
+    def filled(self) -> tuple[str, ...]:
+        """Names of the target's leaves that come from the fallback, in the target's order."""
+        return tuple([entry.name for entry in self.entries if entry.action == "fallback"])
+
+    @functools.cached_property
+    def bytes_to_read(self) -> int:
+        """Bytes of array data that this process will read, as `RestoreReport.bytes_read` counts them."""
+        wanted: dict[Leaf, tuple[Box, ...]] = {}
+        shared: dict[Leaf, list[Box]] = {}
+        for entry in self.entries:
+            for leaf, boxes in entry.reads:
+                if wanted.setdefault(leaf, boxes) is not boxes:
+                    shared.setdefault(leaf, []).extend(boxes)
+        wanted.update({leaf: (*wanted[leaf], *boxes) for leaf, boxes in shared.items()})
+        return sum([leaf.bytes_of(boxes) for leaf, boxes in wanted.items()])
 
     def execute(
         self,
@@ -52,25 +305,30 @@ class RestorePlan(PlanData):
         """Reads what the plan says and returns the target's structure, filled; arguments as for `orbax_t5x.restore`."""
         return self.run(RestoreOptions.among(locals()))
 
+    @property
+    def path(self) -> str | None:
+        """The paths of the checkpoints, for errors."""
+        return ", ".join(checkpoint.path for checkpoint in self.checkpoints.values()) or None
+
     def place_of_errors(self) -> tuple[str | None, str | None]:
         """Returns the paths of the checkpoints, and no leaf."""
-        return ", ".join(checkpoint.path for checkpoint in self.checkpoints.values()) or None, None
+        return self.path, None
 
     @guarded
     def run(self, options: RestoreOptions) -> Any:
         """Runs `execute` with its keywords as one object."""
-        if warning := warning_of_filled(self):
+        if self.filled and (warning := _warning_of_filled(self)):
             _logger.warning("%s", warning)
         # The lines count through the whole plan.
         is_logged = _logger.isEnabledFor(logging.INFO)
         if is_logged:
-            _logger.info("%s", about_to_restore(self))
+            _logger.info("%s", _about_to_restore(self))
         with shown_progress(options.progress, "restoring") as on_progress:
-            values, report = execute_plan(self, options, on_progress)
-        self.report: RestoreReport | None = report
+            values, report = _execute_plan(self, options, on_progress)
+        self.report = report
         restored = self.target.rebuild(values)
         if is_logged:
-            _logger.info("%s", has_restored(self, report))
+            _logger.info("%s", _has_restored(self, report))
         return restored
 
     def explain(self, leaf: str) -> str:
@@ -79,21 +337,21 @@ class RestorePlan(PlanData):
         Raises:
           KeyError: neither the target nor the checkpoint has the name; the text gives the closest ones.
         """
-        return explain_leaf(self, leaf)
+        return _explain_leaf(self, leaf)
 
     def diff(self, other: RestorePlan) -> str:
         """Compares two plans; returns the leaves that they treat differently as text, empty when there are none."""
-        return plan_diff(self, other)
+        return _plan_diff(self, other)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as data that `json.dumps` takes."""
-        return to_json(self)
+        return _to_json(self)
 
     def __str__(self) -> str:
-        return plan_table(self)
+        return _plan_table(self)
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        return _plan_html(self)
 
     def __repr__(self) -> str:
         counts = {

@@ -19,8 +19,7 @@ from orbax_t5x.restoring.chains import rules_found, written_out
 from orbax_t5x.restoring.fallback import open_fallback
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
-from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics

@@ -8,13 +8,18 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.readers.together import open_together
+from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.restoring.chains import FoundRules, OneSource, Transforms, chain_of
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import prefixed
+
+_open_together = on_demand.function("orbax_t5x.readers.together", "open_together")  # several processes only
 
 Path = str | os.PathLike[str]
 
@@ -128,7 +133,8 @@ def _opened(source: Source, options: RestoreOptions, stack: contextlib.ExitStack
     if isinstance(source.path, Checkpoint):
         return source.path
     item = options.item if source.item is None else source.item
-    return stack.enter_context(open_together(source.path, format=source.format, item=item, limits=options.limits))
+    opener = _open_together if jax.distributed.is_initialized() else open_checkpoint
+    return stack.enter_context(opener(source.path, format=source.format, item=item, limits=options.limits))
 
 
 def _own_chain(sources: Mapping[str, Source], checkpoints: Mapping[str, Checkpoint]) -> tuple[Callable[..., Any], ...]:

@@ -41,8 +41,6 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
     ("orbax_t5x.registry", "_loaded"): "entries of a table load on first use",
     ("orbax_t5x.restoring.chains", "_mapping"): "only rules that are sought need all packs",
-    ("orbax_t5x.restoring.broadcast.preview", "decisions_of"): "a restore of one process sends nothing",
-    ("orbax_t5x.restoring.executor", "_broadcast"): "a restore of one process sends nothing",
     ("orbax_t5x.restoring.planner", "build_plan"): "only a plan that fails is explained: others load nothing of it",
 }
 

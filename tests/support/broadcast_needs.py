@@ -1,7 +1,7 @@
 """What processes need of a view, without a plan."""
 
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry
 
 
 def needs_of(name, view, needers):

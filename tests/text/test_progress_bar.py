@@ -195,7 +195,7 @@ def test_a_path_cannot_move_the_cursor_in_a_log(caplog, tmp_path):
 
 
 def test_below_info_nothing_is_counted(caplog, monkeypatch):
-    monkeypatch.setattr("orbax_t5x.restoring.plan.about_to_restore", None)
+    monkeypatch.setattr("orbax_t5x.restoring.plan._about_to_restore", None)
     with caplog.at_level(logging.WARNING, logger="orbax_t5x"):
         ot.restore(BUNDLE, None)
     assert not caplog.records

@@ -1,32 +1,232 @@
-"""Schedules a broadcast: which process reads what, and in which rounds it is sent.
+"""Schedules a broadcast: which process reads which chunk, and in which rounds they send one another messages.
 
-All processes derive the same schedule from what all of them need. What is stored is cut into *chunks*, so that no
-stored byte belongs to two of them. One process reads a chunk; the others that need some of it get that from the owner,
-in *rounds*. Owners are chosen so that all read about as much. Pure geometry: nothing is allocated, read or sent.
+In one round each member has a send buffer of one size. Where most need most of it, a buffer has one slot, and all
+members receive all buffers (all-gather). Else it has a slot for each member, which receives that of each buffer
+(all-to-all): a process of 512 that need columns of a matrix receives its own, not those of all. Rounds have one order,
+and each process takes part in those that it is a member of, in that order: no circle of processes wait for each other.
+Pure geometry: nothing is allocated, read or sent.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+import jax
+
+from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy import Box, Leaf
 from orbax_t5x.lazy.box import box_size
+from orbax_t5x.multihost.coordination import has_backend
 from orbax_t5x.restoring.broadcast.chunks import (
     BroadcastChunk,
     DividedChunk,
+    ReadDecision,
+    SharedReads,
+    decide_reads,
     divide,
     host_bytes,
     piece_bytes,
     with_neighbours,
 )
-from orbax_t5x.restoring.broadcast.decision import ReadDecision, SharedReads, decide_reads
-from orbax_t5x.restoring.broadcast.needs import EntryNeeds
-from orbax_t5x.restoring.broadcast.rounds import BroadcastRound, buffer_limit, rounds_of
-from orbax_t5x.restoring.broadcast.stores import Stores
+from orbax_t5x.restoring.broadcast.needs import EntryNeeds, Stores, is_text, needs_of_shardings
 from orbax_t5x.restoring.execute.groups import clusters_of
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
+from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
+
+# Each message of a send buffer begins at a multiple, so that its elements are aligned.
+ALIGNMENT = 64
+# Below this a round costs as much as it does without a byte.
+_LEAST_BUFFER_BYTES = 64 << 10
+_LEAST_ROUNDED_BYTES = 4 << 10
+# What a process holds beside the buffers that it receives, in buffers: its own, and the chunks that this and the next
+# are made of.
+_OWN_BUFFERS = 5
+
+
+class Message(NamedTuple):
+    """Message: a box within one piece of a chunk, both by number, as it is sent."""
+
+    chunk: int
+    piece: int
+    box: Box
+    size: int
+
+
+Slots = tuple[tuple[Message, ...], ...]
+"""The messages of each slot of a send buffer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BroadcastRound:
+    """Round of a broadcast: what some processes send one another at once.
+
+    `sent` has the slots of each member's send buffer, in order; `slot_bytes` are those of each slot, the same for all.
+    """
+
+    members: tuple[int, ...]
+    sent: tuple[Slots, ...]
+    slot_bytes: int
+
+    @property
+    def slots(self) -> int:
+        """The number of slots of a send buffer: one, or one for each member."""
+        return len(self.sent[0])
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the buffers of one process: what it sends, and what it receives."""
+        return (self.slots + len(self.members)) * self.slot_bytes
+
+    def sent_by(self, process: int) -> Slots:
+        """Returns what one member sends."""
+        return self.sent[self.members.index(process)]
+
+    def received_by(self, process: int) -> list[tuple[Message, ...]]:
+        """Returns what one member receives, by sender."""
+        slot = 0 if self.slots == 1 else self.members.index(process)
+        return [slots[slot] for slots in self.sent]
+
+
+def message_starts(messages: Iterable[Message]) -> Iterator[tuple[int, Message]]:
+    """Yields each message of a send buffer with the byte at which it begins."""
+    start = 0
+    for message in messages:
+        yield start, message
+        start += _aligned(message.size)
+
+
+class _QueuedChunk:
+    """Messages of a chunk that are in no round yet, by slot."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._messages: dict[int, collections.deque[Message]] = collections.defaultdict(collections.deque)
+
+    def add(self, slot: int, message: Message) -> None:
+        self._messages[slot].append(message)
+
+    def take(self, slots: list[list[Message]], used: list[int], slot_bytes: int) -> bool:
+        """Moves messages into slots, of which so many bytes are used, as far as they fit; True if all did."""
+        for slot, queued in self._messages.items():
+            while queued and used[slot] + _aligned(queued[0].size) <= slot_bytes:
+                message = queued.popleft()
+                used[slot] += _aligned(message.size)
+                slots[slot].append(message)
+        return not any(self._messages.values())
+
+
+class _Queue:
+    """Queue of what the members of one set send one another, in order, until it is in a round."""
+
+    def __init__(self, members: tuple[int, ...], is_exchanged: bool, limit: int):
+        self.members = members
+        self.slots = len(members) if is_exchanged else 1
+        self._buffer_bytes = buffer_limit(limit, len(members), is_exchanged)
+        self.slot_bytes = _aligned(self._buffer_bytes // self.slots)
+        self._queues: dict[int, collections.deque[_QueuedChunk]] = {member: collections.deque() for member in members}
+        self._size = 0
+        self._largest_chunk = 0
+
+    def add(self, owner: int, chunk: _QueuedChunk, size: int) -> None:
+        """Adds a chunk of `owner`, whose messages have `size` bytes."""
+        self._queues[owner].append(chunk)
+        self._size += size
+        self._largest_chunk = max(self._largest_chunk, size)
+
+    def is_full(self) -> bool:
+        """Tests whether a round is due: each member may have as much to send as its buffer or a chunk has."""
+        return self._size >= len(self.members) * max(self.slot_bytes * self.slots, self._largest_chunk)
+
+    def is_empty(self) -> bool:
+        return not self._size
+
+    def next_round(self) -> BroadcastRound:
+        """Takes the messages of the next round."""
+        sent: list[Slots] = []
+        longest = 0
+        for queued in self._queues.values():
+            slots: list[list[Message]] = [[] for _ in range(self.slots)]
+            used = [0] * self.slots
+            self._take(queued, slots, used)
+            self._size -= sum(used)
+            longest = max(longest, *used)
+            sent.append(tuple(map(tuple, slots)))
+        # Few sizes: what sends a buffer is compiled for each.
+        rounded = max(_LEAST_ROUNDED_BYTES, 1 << (longest - 1).bit_length())
+        return BroadcastRound(self.members, tuple(sent), min(self.slot_bytes, rounded))
+
+    def _take(self, queued: collections.deque[_QueuedChunk], slots: list[list[Message]], used: list[int]) -> None:
+        """Moves the messages of one member's chunks into its slots.
+
+        Of chunks that stay, as one slot is full and another is not, no more are begun than a send buffer holds.
+        """
+        begun: list[_QueuedChunk] = []
+        while queued and (sum(chunk.size for chunk in begun) < self._buffer_bytes if self.slots > 1 else not begun):
+            chunk = queued.popleft()
+            if not chunk.take(slots, used, self.slot_bytes):
+                begun.append(chunk)
+        queued.extendleft(reversed(begun))
+
+
+def rounds_of(
+    chunks: Sequence[BroadcastChunk], needs: Mapping[PlanEntry, EntryNeeds], limit: int
+) -> Iterator[BroadcastRound]:
+    """Yields the rounds that send all chunks, with `limit` bytes in flight in each process."""
+    queues: dict[tuple[tuple[int, ...], bool], _Queue] = {}
+    for number, chunk in enumerate(chunks):
+        kind = chunk.members, chunk.is_exchanged
+        if kind not in queues:
+            queues[kind] = _Queue(*kind, limit)
+        queue = queues[kind]
+        queued, size = _QueuedChunk(chunk.size), 0
+        slot_of = {member: slot for slot, member in enumerate(chunk.members)}
+        for index, piece in enumerate(chunk.pieces):
+            itemsize = piece.view.dtype.itemsize
+            needers = needs[piece.entry].needers[piece.box_index]
+            slots = [slot_of[needer] for needer in needers] if chunk.is_exchanged else [0]
+            for box in _message_boxes(piece.box, itemsize, queue.slot_bytes):
+                message = Message(number, index, box, box_size(box) * itemsize)
+                for slot in slots:
+                    queued.add(slot, message)
+                size += _aligned(message.size) * len(slots)
+        queue.add(chunk.owner, queued, size)
+        while queue.is_full():
+            yield queue.next_round()
+    for queue in queues.values():
+        while not queue.is_empty():
+            yield queue.next_round()
+
+
+def _message_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """Cuts a box into boxes of at most `limit` bytes, in row-major order."""
+    if not box or box_size(box) * itemsize <= limit:
+        yield box
+        return
+    (low, high), *rest = box
+    rows = limit // (math.prod([stop - start for start, stop in rest]) * itemsize)
+    if rows:
+        for start, stop in itertools.pairwise([*range(low, high, rows), high]):
+            yield ((start, stop), *rest)
+        return
+    for index in range(low, high):
+        for inner in _message_boxes(tuple(rest), itemsize, limit):
+            yield ((index, index + 1), *inner)
+
+
+def buffer_limit(limit: int, members: int, is_exchanged: bool) -> int:
+    """Returns the bytes of a send buffer for which all of a round, and what they are made of, are within the limit."""
+    received = 1 if is_exchanged else members
+    return max(_LEAST_BUFFER_BYTES, limit // (received + _OWN_BUFFERS) // ALIGNMENT * ALIGNMENT)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
 
 # A chunk is read at once. Larger: reading and sending overlap less. Smaller: more requests.
 _CHUNK_BYTES = 16 << 20
@@ -112,3 +312,22 @@ def _is_unshared(cluster: Sequence[EntryNeeds]) -> bool:
             separate += with_neighbours(leaf, boxes)
             together[leaf] += boxes
     return separate == sum(with_neighbours(leaf, boxes) for leaf, boxes in together.items())
+
+
+def decisions_of(plan: RestorePlan) -> Mapping[str, ReadDecision]:
+    """Returns what `broadcast="auto"` decides about each entry that is read, by name; empty with one process.
+
+    After an execution these are its own decisions, from what all processes needed.
+    """
+    if plan.decisions is None:
+        processes = jax.process_count() if has_backend() else 1
+        if processes == 1:
+            return {}
+        arrays = [entry for entry in plan.entries if entry.view is not None and not is_text(entry)]
+        needs = needs_of_shardings(arrays, processes)
+        try:
+            stores = Stores.of_plan(plan)
+        except RestorePlanError:  # which an execution raises that has to decide
+            return {}
+        plan.decisions = schedule_broadcast(needs, processes, MEMORY_LIMIT_BYTES, stores).decisions
+    return plan.decisions

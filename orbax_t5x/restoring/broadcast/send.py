@@ -6,6 +6,9 @@ larger than the budget is sent by itself.
 
 Where a process fails, the others must not wait for it: it goes on sending buffers of any content until the next of the
 points at which all processes exchange whether they go on. There all stop together.
+
+A send buffer travels as unsigned bytes with which nothing is computed: signs of zeros and payloads of NaNs arrive
+unchanged.
 """
 
 from __future__ import annotations
@@ -15,21 +18,61 @@ import concurrent.futures
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_t5x.concurrency import CallThread, run_in_pool
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import BlockingLeaf, Box, slices_within
 from orbax_t5x.lazy.box import box_shape, box_size
-from orbax_t5x.multihost.collectives import any_failed, gather_texts
-from orbax_t5x.restoring.broadcast.exchange import empty_buffer, exchange_buffers
-from orbax_t5x.restoring.broadcast.rounds import BroadcastRound, Message, Slots, message_starts
-from orbax_t5x.restoring.broadcast.schedule import Schedule
+from orbax_t5x.multihost.collectives import any_failed, collective, gather_texts
+from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT, BroadcastRound, Message, Schedule, Slots, message_starts
 from orbax_t5x.restoring.execute.buffers import layout_of
 from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
 from orbax_t5x.restoring.execute.stages import Piece
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
+
+_AXIS = "process"
+
+
+def empty_buffer(size: int) -> np.ndarray:
+    """Allocates zeros at an address from which JAX takes them over without a copy."""
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    return memory[first : first + size]
+
+
+def exchange_buffers(buffer: np.ndarray, members: Sequence[int], path: str | None, thread: CallThread) -> np.ndarray:
+    """Exchanges the send buffers of all members (ascending), bytes [slot, byte] of one size, which all must call.
+
+    One `thread` waits in all rounds: each thread keeps memory of its own of what it has let go. The buffer must not
+    change before this returns.
+
+    Returns:
+      What this process gets of each member as bytes [member, byte]: the only slot, or the slot that is this process's.
+    """
+    if len(members) == 1:
+        return buffer
+    return collective(lambda: _exchange_slots(buffer, members), path, thread, members)
+
+
+def _exchange_slots(buffer: np.ndarray, members: Sequence[int]) -> np.ndarray:
+    """Gathers the only slot of all members through their first devices, or sends each member its slot (all-to-all)."""
+    mesh = Mesh(np.asarray([jax.local_devices(process_index=member)[0] for member in members]), (_AXIS,))
+    own = jax.device_put(buffer[None], jax.local_devices()[0])
+    buffers = jax.make_array_from_single_device_arrays(
+        (len(members), *buffer.shape), NamedSharding(mesh, PartitionSpec(_AXIS)), [own]
+    )
+    slots = PartitionSpec() if len(buffer) == 1 else PartitionSpec(None, _AXIS)
+    exchanged = jax.jit(_same, out_shardings=NamedSharding(mesh, slots))(buffers)
+    return np.asarray(exchanged.addressable_data(0))[:, 0]
+
+
+def _same(buffers: jax.Array) -> jax.Array:
+    return buffers
+
 
 # After how many rounds all processes exchange whether they go on. More: more rounds of no use after a failure.
 # Fewer: more waiting of processes that have no round together.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.chains import AUTO
-from orbax_t5x.restoring.plan_data import PlanData
+from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.filled import filled_parameters, parameter_counts, patterns_for_filled
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted
@@ -16,7 +16,7 @@ from orbax_t5x.transforms.base import AnyTransform
 _LONGEST_CODE = 600
 
 
-def partial_rules(plan: PlanData, rules: Sequence[AnyTransform]) -> list[Problem]:
+def partial_rules(plan: RestorePlan, rules: Sequence[AnyTransform]) -> list[Problem]:
     """Returns the problem of found `rules` that leave parameters of the model to the fallback, if they do."""
     names = filled_parameters(plan)
     if not names:

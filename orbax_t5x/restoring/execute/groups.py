@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from orbax_t5x.lazy import BlockingLeaf, Box, Leaf
 from orbax_t5x.restoring.execute.buffers import layout_of
 from orbax_t5x.restoring.execute.stages import Piece, StoredBytesOf, stages_of, stored_bytes
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry
 
 # Small leaves are read together: one hop between threads costs as much as reading 100 KB, and making the arrays of one
 # group competes with the reads of the next for the interpreter. Larger groups delay the first bytes.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.restoring.execute.buffers import layout_of
-from orbax_t5x.restoring.plan_data import PlanEntry, boxes_by_leaf
+from orbax_t5x.restoring.plan import PlanEntry, boxes_by_leaf
 
 # Scratch that one stage may need. Smaller: more stages, each of which waits for the one before. Larger: more memory
 # beside the results.

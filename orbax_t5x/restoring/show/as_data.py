@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.restoring.broadcast.preview import decisions_of
-from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
+from orbax_t5x.restoring.broadcast.schedule import decisions_of
+from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.show.broadcasts import broadcast_totals, decision_data
 from orbax_t5x.restoring.show.entries import entry_how
 from orbax_t5x.restoring.show.filled import parameter_counts
@@ -15,7 +15,7 @@ from orbax_t5x.text.code import code_of
 from orbax_t5x.trees.narrow import is_tuple
 
 
-def to_json(plan: PlanData) -> dict[str, Any]:
+def to_json(plan: RestorePlan) -> dict[str, Any]:
     """Returns the plan as data that `json.dumps` takes; bytes are those of this process."""
     decisions = decisions_of(plan)
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orbax_t5x.restoring.broadcast.decision import ReadCounts, ReadDecision
+from orbax_t5x.restoring.broadcast.chunks import ReadCounts, ReadDecision
 from orbax_t5x.text.wording import counted, leaves_text, size_text
 
 

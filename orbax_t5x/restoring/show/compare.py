@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_sharding, entry_source
 from orbax_t5x.restoring.show.rows import SHOWN_ROWS
 from orbax_t5x.text.fold import fold, fold_names
@@ -19,7 +19,7 @@ _COMPARED: tuple[tuple[str, Callable[[PlanEntry], str]], ...] = (
 )
 
 
-def plan_diff(plan: PlanData, other: PlanData) -> str:
+def plan_diff(plan: RestorePlan, other: RestorePlan) -> str:
     """Returns the differences of the second plan from the first, leaf by leaf; empty when there are none."""
     first, second = ({entry.name: entry for entry in one.entries} for one in (plan, other))
     lines = [f"- {name}" for name in _folded(name for name in first if name not in second)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orbax_t5x.lazy import Box
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.wording import array_text, listed, sharding_text
 

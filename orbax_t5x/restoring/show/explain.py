@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.lazy import Box
-from orbax_t5x.restoring.broadcast.preview import decisions_of
-from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
+from orbax_t5x.restoring.broadcast.schedule import decisions_of
+from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.show.broadcasts import decision_text
 from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_reads, entry_sharding
 from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text, mesh_text, plain, size_text
@@ -34,7 +34,7 @@ _CONVERSIONS = {
 }
 
 
-def explain_leaf(plan: PlanData, leaf: str) -> str:
+def explain_leaf(plan: RestorePlan, leaf: str) -> str:
     """Explains the source of a target leaf and the reads of this process, or the use of a leaf of the checkpoint."""
     parts = [_explain_entry(entry, plan) for entry in plan.entries if entry.name == leaf]
     parts += _explain_stored(plan, leaf)
@@ -50,7 +50,7 @@ def _labelled(label: str, text: str) -> str:
     return f"  {label:<{_LABEL_WIDTH}}{text}"
 
 
-def _explain_entry(entry: PlanEntry, plan: PlanData) -> list[str]:
+def _explain_entry(entry: PlanEntry, plan: RestorePlan) -> list[str]:
     lines = [f"{entry.name}: a leaf of the target, {_ACTIONS[entry.action]}"]
     if entry.dtype is not None:
         lines.append(_labelled("becomes", f"{entry_array(entry)}, {size_text(array_bytes(entry.dtype, entry.shape))}"))
@@ -112,7 +112,7 @@ def _box_text(box: Box) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
-def _stored(plan: PlanData) -> dict[str, Any]:
+def _stored(plan: RestorePlan) -> dict[str, Any]:
     """Returns all leaves of the checkpoints by the names that the plan uses."""
     return {
         prefixed(prefix, name): view
@@ -121,14 +121,14 @@ def _stored(plan: PlanData) -> dict[str, Any]:
     }
 
 
-def _path_of(plan: PlanData, name: str) -> str:
+def _path_of(plan: RestorePlan, name: str) -> str:
     for prefix, checkpoint in plan.checkpoints.items():
         if not prefix or name == prefix or name.startswith(f"{prefix}/"):
             return checkpoint.path
     return ""
 
 
-def _explain_stored(plan: PlanData, leaf: str) -> list[list[str]]:
+def _explain_stored(plan: RestorePlan, leaf: str) -> list[list[str]]:
     view = _stored(plan).get(leaf)
     if view is None:
         return []

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.show.log_lines import sources_text
 from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.wording import counted, leaves_text, listed, plain
@@ -27,14 +27,14 @@ class ParameterCounts(NamedTuple):
     from_fallback: int
 
 
-def parameter_counts(plan: PlanData) -> ParameterCounts:
+def parameter_counts(plan: RestorePlan) -> ParameterCounts:
     """Counts the model parameters of a plan."""
     parameters = _parameter_entries(plan)
     read, filled = (sum(entry.action == action for entry in parameters) for action in ("read", "fallback"))
     return ParameterCounts(len(parameters), read, filled)
 
 
-def filled_text(plan: PlanData) -> str:
+def filled_text(plan: RestorePlan) -> str:
     """Returns the sentence that counts what the fallback fills; empty where it fills nothing."""
     if not plan.filled:
         return ""
@@ -42,13 +42,13 @@ def filled_text(plan: PlanData) -> str:
     return f"{read:,} of {counted(total, 'model parameter')} from the checkpoint, {filled:,} from fallback"
 
 
-def filled_patterns(plan: PlanData) -> str:
+def filled_patterns(plan: RestorePlan) -> str:
     """Lists what the fallback fills as patterns of names."""
     every = [entry.name for entry in plan.entries if entry.action != "keep"]
     return plain(listed(_subtrees(plan.filled, every), _SHOWN_PATTERNS))
 
 
-def warning_of_filled(plan: PlanData) -> str:
+def warning_of_filled(plan: RestorePlan) -> str:
     """Returns the warning about parameters that a fallback fills; empty where there are none, or they were named."""
     if plan.is_fill_expected or not (names := filled_parameters(plan)):
         return ""
@@ -60,21 +60,21 @@ def warning_of_filled(plan: PlanData) -> str:
     )
 
 
-def filled_parameters(plan: PlanData) -> str:
+def filled_parameters(plan: RestorePlan) -> str:
     """Lists the model parameters that the fallback fills as patterns of names; empty where there are none."""
     parameters = _parameter_entries(plan) if plan.filled else ()
     filled = [entry.name for entry in parameters if entry.action == "fallback"]
     return plain(listed(_subtrees(filled, [entry.name for entry in parameters]), _SHOWN_PATTERNS))
 
 
-def patterns_for_filled(plan: PlanData) -> list[str] | None:
+def patterns_for_filled(plan: RestorePlan) -> list[str] | None:
     """Returns all that the fallback fills as regexes for `fallback_for`; None where that takes too many."""
     found = _whole_subtrees(plan.filled, [entry.name for entry in plan.entries if entry.action != "keep"])
     patterns = [re.escape(name.removesuffix("**")) + (".*" if name.endswith("/**") else "") for name in found]
     return patterns if len(patterns) <= _SHOWN_PATTERNS else None
 
 
-def _parameter_entries(plan: PlanData) -> Sequence[PlanEntry]:
+def _parameter_entries(plan: RestorePlan) -> Sequence[PlanEntry]:
     with_values = [entry for entry in plan.entries if entry.action != "keep"]
     return [entry for entry in with_values if entry.leaf is not None and entry.leaf.is_float_param] or with_values
 

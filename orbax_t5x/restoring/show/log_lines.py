@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
+from orbax_t5x.restoring.plan import RestorePlan, RestoreReport
 from orbax_t5x.text.wording import leaves_text, plain, size_text
 
 
-def about_to_restore(plan: PlanData) -> str:
+def about_to_restore(plan: RestorePlan) -> str:
     """Describes what will be read."""
     return f"restoring {_counts(plan)} from {sources_text(plan)}: {size_text(plan.bytes_to_read)} to read here"
 
 
-def has_restored(plan: PlanData, report: RestoreReport) -> str:
+def has_restored(plan: RestorePlan, report: RestoreReport) -> str:
     """Describes what was read and verified, and the time it took."""
     return f"restored {leaves_text(len(plan.entries))} from {sources_text(plan)}: {report.summary()}"
 
 
-def _counts(plan: PlanData) -> str:
+def _counts(plan: RestorePlan) -> str:
     words = {"read": "read", "value": "constant", "fallback": "from the fallback", "keep": "kept"}
     counts = {word: sum(entry.action == action for entry in plan.entries) for action, word in words.items()}
     parts = [f"{count:,} {word}" for word, count in counts.items() if count]
@@ -25,7 +25,7 @@ def _counts(plan: PlanData) -> str:
     return leaves_text(len(plan.entries)) + (f" ({', '.join(parts)})" if parts else "")
 
 
-def sources_text(plan: PlanData) -> str:
+def sources_text(plan: RestorePlan) -> str:
     """Lists the paths with their formats, without control characters for a terminal."""
     paths = [f"{plain(checkpoint.path)} ({checkpoint.format})" for checkpoint in plan.checkpoints.values()]
     return ", ".join(paths) or "no checkpoint"

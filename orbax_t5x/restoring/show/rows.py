@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from orbax_t5x.restoring.broadcast.preview import decisions_of
-from orbax_t5x.restoring.plan_data import PlanData
+from orbax_t5x.restoring.broadcast.schedule import decisions_of
+from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.broadcasts import broadcast_text
 from orbax_t5x.restoring.show.entries import ACTION_WORDS, entry_array, entry_how, entry_sharding, entry_source
 from orbax_t5x.restoring.show.filled import filled_patterns, filled_text
@@ -28,7 +28,7 @@ _SAME_NAME = "same name"
 _PLACES = {"host": "stay on the host as NumPy", "1 device": "go to one device"}
 
 
-def plan_rows(plan: PlanData) -> tuple[list[TableRow], str]:
+def plan_rows(plan: RestorePlan) -> tuple[list[TableRow], str]:
     """Returns the rows to show, and a sentence for leaves left out; constants have their own section."""
     entries = [entry for entry in plan.entries if entry.action != "value"]
     if plan.target.kind == "everything":
@@ -59,7 +59,7 @@ def without_common_sharding(rows: list[TableRow]) -> tuple[list[TableRow], str]:
     return [dataclasses.replace(row, placing="") for row in rows], sentence
 
 
-def plan_heading(plan: PlanData) -> list[str]:
+def plan_heading(plan: RestorePlan) -> list[str]:
     """Summarizes the plan in three lines."""
     sources = [
         (f"{name}: " if name else "")
@@ -79,7 +79,7 @@ def plan_heading(plan: PlanData) -> list[str]:
     return [f"Restore plan: {leaves}", facts_text or "nothing to do", _reads_text(plan)]
 
 
-def _reads_text(plan: PlanData) -> str:
+def _reads_text(plan: RestorePlan) -> str:
     stored = {leaf for entry in plan.entries if entry.view is not None for leaf in entry.view.leaves()}
     whole = sum(array_bytes(leaf.dtype, leaf.shape) for leaf in stored if not leaf.is_value)
     reads = f"This process reads {size_text(plan.bytes_to_read)}"
@@ -90,12 +90,12 @@ def _reads_text(plan: PlanData) -> str:
     return reads + (f" Mesh: {'; '.join(meshes)}." if meshes else "")
 
 
-def plan_outcome(plan: PlanData) -> str:
+def plan_outcome(plan: RestorePlan) -> str:
     """Summarizes the last execution; empty before one."""
     return "" if plan.report is None else f"Executed: {plan.report.summary()}."
 
 
-def name_sections(plan: PlanData) -> list[tuple[str, list[str]]]:
+def name_sections(plan: RestorePlan) -> list[tuple[str, list[str]]]:
     """Titles and lines: the code of rules that were found; folded names of constants, unused and dropped leaves."""
     rules = [f"{code_of(one)}," for one in plan.found_rules]
     constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}

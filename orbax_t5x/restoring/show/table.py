@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orbax_t5x.restoring.plan_data import PlanData
+from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.rows import (
     HEADS,
     name_sections,
@@ -16,7 +16,7 @@ from orbax_t5x.text.table import name_lines, table_lines, terminal_width, wrappe
 from orbax_t5x.text.wording import plain
 
 
-def plan_table(plan: PlanData) -> str:
+def plan_table(plan: RestorePlan) -> str:
     """Returns the plan as a table as wide as the terminal."""
     width = terminal_width()
     every_row, left_out = plan_rows(plan)
@@ -36,7 +36,7 @@ def plan_table(plan: PlanData) -> str:
     return "\n".join(lines)
 
 
-def plan_html(plan: PlanData) -> str:
+def plan_html(plan: RestorePlan) -> str:
     """Returns the plan as an HTML fragment."""
     every_row, left_out = plan_rows(plan)
     rows, placed = without_common_sharding(every_row)

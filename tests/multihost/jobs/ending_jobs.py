@@ -7,7 +7,7 @@ import jax
 import orbax_t5x as ot
 from orbax_t5x.multihost import openings
 from orbax_t5x.readers import together
-from orbax_t5x.restoring import executor
+from orbax_t5x.restoring import joint_executor
 from orbax_t5x.restoring.broadcast import send
 from tests.multihost.jobs import multiprocess_worker as worker
 from tests.multihost.jobs.broadcast_jobs import placed
@@ -17,7 +17,7 @@ _WHERE = {
     "the catalogue is awaited": (openings, "received"),
     "the catalogue is received": (openings, "_parsed"),
     "buffers are exchanged": (send, "exchange_buffers"),
-    "checksums are exchanged": (executor, "gather_checksums"),
+    "checksums are exchanged": (joint_executor, "gather_checksums"),
 }
 
 

@@ -7,11 +7,10 @@ import safetensors.numpy
 import orbax_t5x as ot
 from orbax_t5x.lazy import as_view
 from orbax_t5x.readers.ranges.byte_range import WINDOW_BYTES
-from orbax_t5x.restoring.broadcast.decision import ReadCounts, leaf_reads
-from orbax_t5x.restoring.broadcast.needs import EntryNeeds
+from orbax_t5x.restoring.broadcast.chunks import ReadCounts, leaf_reads
+from orbax_t5x.restoring.broadcast.needs import EntryNeeds, StoreKind, Stores
 from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
-from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry
 from tests.support.http_store import serving
 from tests.support.memory_checkpoint import AwaitedLeaf
 

@@ -3,8 +3,8 @@
 import pytest
 
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.restoring.broadcast import stores
-from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores, store_of
+from orbax_t5x.restoring.broadcast import needs
+from orbax_t5x.restoring.broadcast.needs import StoreKind, Stores, store_of
 
 MOUNTS = """\
 22 1 0:20 / / rw shared:1 - ext4 /dev/sda1 rw
@@ -22,7 +22,7 @@ a line of something else
 def mounts(tmp_path, monkeypatch):
     path = tmp_path / "mountinfo"
     path.write_text(MOUNTS)
-    monkeypatch.setattr(stores, "_MOUNTS", path)
+    monkeypatch.setattr(needs, "_MOUNTS", path)
     monkeypatch.delenv("ORBAX_T5X_STORE", raising=False)
     return path
 

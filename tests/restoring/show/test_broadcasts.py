@@ -2,8 +2,8 @@
 
 import json
 
-from orbax_t5x.restoring.broadcast.decision import ReadCounts, ReadDecision
-from orbax_t5x.restoring.broadcast.stores import StoreKind
+from orbax_t5x.restoring.broadcast.chunks import ReadCounts, ReadDecision
+from orbax_t5x.restoring.broadcast.needs import StoreKind
 from orbax_t5x.restoring.show.broadcasts import broadcast_text, broadcast_totals, decision_data, decision_text
 
 SENT = ReadDecision(StoreKind.BUCKET, ReadCounts(64, 64 << 20), ReadCounts(1, 1 << 20), 63 << 20)

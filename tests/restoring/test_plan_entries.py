@@ -6,7 +6,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.lazy import as_view, stack
-from orbax_t5x.restoring.plan_data import RestoreReport, addressable_boxes, box_of_index, boxes_by_leaf
+from orbax_t5x.restoring.plan import RestoreReport, addressable_boxes, box_of_index, boxes_by_leaf
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint
 
 
