@@ -19,6 +19,7 @@ from orbax_t5x.concurrency.carried import (
     first_failure,
     run_in_pool,
 )
+from orbax_t5x.concurrency.cleanup import Cleanup, call_with_cleanup
 from orbax_t5x.concurrency.guard import guarded, is_meant_for_caller
 from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
 from orbax_t5x.concurrency.once import OnceEach
@@ -32,6 +33,7 @@ __all__ = [
     "CallThread",
     "CallerThread",
     "CarriedError",
+    "Cleanup",
     "LoopThread",
     "OnceEach",
     "as_carried",
@@ -40,6 +42,7 @@ __all__ = [
     "call_carried",
     "call_in_thread",
     "call_of_user",
+    "call_with_cleanup",
     "carry",
     "first_failure",
     "function_pool",

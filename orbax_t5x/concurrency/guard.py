@@ -47,7 +47,7 @@ def guarded(function: _Function) -> _Function:
                 failure = typed(error, *_place_of(arguments))
                 if failure is error:
                     raise
-                raise failure from error
+                raise failure from _cause_of(failure, error)
 
         return cast("_Function", call_async)
 
@@ -59,15 +59,18 @@ def guarded(function: _Function) -> _Function:
             failure = typed(error, *_place_of(arguments))
             if failure is error:
                 raise
-            raise failure from error
+            raise failure from _cause_of(failure, error)
 
     return cast("_Function", call)
 
 
-def typed(error: Exception, path: str | None = None, leaf: str | None = None) -> Exception:
-    """Returns an error as a public call raises it: itself, or a typed one whose cause it is."""
+def typed(error: Exception, path: str | None = None, leaf: str | None = None) -> BaseException:
+    """Returns an error as a public call raises it: itself, a typed error with it as cause, or an interrupt."""
     if isinstance(error, CheckpointError | Warning) or is_meant_for_caller(error):
         return error
+    interrupt = _interrupt_behind(error)
+    if interrupt is not None:
+        return interrupt
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError):
         return LimitExceededError(f"there is not enough memory: {error}", path=path, leaf=leaf)
@@ -76,6 +79,18 @@ def typed(error: Exception, path: str | None = None, leaf: str | None = None) ->
     if isinstance(error, OSError):
         return CheckpointIOError(text, path=path, leaf=leaf, errno=error.errno)
     return UnsupportedCheckpointError(f"it led to an error that is not foreseen: {text}", path=path, leaf=leaf)
+
+
+def _interrupt_behind(error: BaseException) -> BaseException | None:
+    """Finds the interrupt whose handling raised an error: locks of Python complain if one comes while they wait."""
+    behind = error.__context__
+    while behind is not None and not isinstance(behind, KeyboardInterrupt | SystemExit):
+        behind = behind.__context__
+    return behind
+
+
+def _cause_of(failure: BaseException, error: Exception) -> Exception | None:
+    return error if isinstance(failure, Exception) else None
 
 
 def is_meant_for_caller(error: Exception) -> bool:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -19,8 +20,68 @@ _Arguments = ParamSpec("_Arguments")
 
 # How late a signal, or the end of a thread, may be noticed. Lower: more wake-ups of a caller that waits for long.
 _POLL_SECS = 0.2
+# For so long after an interrupt further interrupts wait for the end of what was cancelled; then the next is raised at
+# once, because a disk or a server may never answer.
+_PATIENCE_SECS = 10.0
 # An event loop's own: those of its selector and of the pair of sockets that wakes it.
 _LOOP_DESCRIPTORS = 3
+
+
+class Latch:
+    """Event that an exception of a signal handler cannot break.
+
+    `threading.Event.wait` gives its lock back and takes it again: an exception between the two makes it raise "release
+    unlocked lock" instead. Here each step is one call of the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Ends all waits; only one thread may call this."""
+        if not self._is_set:
+            self._is_set = True
+            self._lock.release()
+
+    def is_set(self) -> bool:
+        """Tests whether the latch was set."""
+        return self._is_set
+
+    def wait(self, timeout: float = _POLL_SECS) -> bool:
+        """Waits for some seconds at most; returns whether the latch is set."""
+        if not self._is_set and self._lock.acquire(timeout=timeout):
+            self._lock.release()
+        return self._is_set
+
+
+def wait_undisturbed(is_over: Callable[[], bool]) -> None:
+    """Waits to the end although signal handlers raise; the first exception is raised at the end.
+
+    Args:
+      is_over: waits for a moment; returns True at the end.
+
+    Raises:
+      BaseException: of a signal handler; also before the end, if it comes long after the first.
+    """
+    interrupt: BaseException | None = None
+    began = 0.0
+    while True:
+        try:
+            while not is_over():
+                pass
+            break
+        except BaseException as error:
+            began = began or time.monotonic()
+            interrupt = interrupt or error
+            if time.monotonic() - began > _PATIENCE_SECS:
+                break
+    try:
+        if interrupt is not None:
+            raise interrupt
+    finally:
+        del interrupt  # whose traceback holds this frame
 
 
 class CallerThread:
@@ -151,9 +212,9 @@ class _Serving:
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.error: BaseException | None = None
-        self.begun = threading.Event()
-        self.ended = threading.Event()
-        self._is_closing = False
+        self.begun = Latch()
+        self.ended = Latch()
+        self.is_closing = False
 
     def serve(self) -> None:
         try:
@@ -164,18 +225,25 @@ class _Serving:
                 return
             finally:
                 self.begun.set()
-            while not self._is_closing:
+            while not self.is_closing:
                 # A task that fails with KeyboardInterrupt or SystemExit ends the loop, and a user's coroutine may stop
                 # it. What is left to do in it is still there.
                 with contextlib.suppress(BaseException):
                     loop.run_forever()
+            # Of a call whose caller was interrupted while it waited for the end.
+            while tasks := asyncio.all_tasks(loop):
+                for task in tasks:
+                    task.cancel()
+                with contextlib.suppress(BaseException):
+                    loop.run_until_complete(asyncio.wait(tasks))
+                del tasks, task
             loop.close()
         finally:
             self.ended.set()
 
     def stop(self) -> None:
         """Ends the thread, also one that has not begun to serve; does not wait for it."""
-        self._is_closing = True
+        self.is_closing = True
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self.loop.stop)
 
@@ -184,28 +252,45 @@ class _Call:
     """Coroutine that an event loop runs for another thread; its methods are called in the loop.
 
     The end is signalled by the task, not by the coroutine: one that is cancelled before its first step never runs.
+    `is_wanted` is set to False by a caller that is interrupted. The loop looks at it several times a second: the
+    caller's next step, to wake the loop, may be interrupted, too.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], caller: CallerThread | None):
-        self.ended = threading.Event()
+        self.ended = Latch()
+        self.is_wanted = True
         self.failures: list[BaseException] = []
         self._coroutine = coroutine
         self._caller = caller
         self._task: asyncio.Task[None] | None = None
+        self._is_cancelled = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
+        if self.ended.is_set():  # cancelled before
+            return
         self._task = asyncio.get_running_loop().create_task(self._coroutine)
         self._task.add_done_callback(self._end)
+        self._look()
+
+    def _look(self) -> None:
+        if not self.is_wanted:
+            self.cancel()
+        elif self._task is not None:
+            self._timer = asyncio.get_running_loop().call_later(_POLL_SECS, self._look)
 
     def cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        elif not self.ended.is_set():  # the caller was interrupted before it had asked for the beginning
+        if self._task is None and not self.ended.is_set():  # it has not begun, and never will
             self._coroutine.close()
             self.ended.set()
+        elif self._task is not None and not self._is_cancelled:
+            self._is_cancelled = True
+            self._task.cancel()
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._task = None  # which holds the exception, and so its frames
+        if self._timer is not None:
+            self._timer.cancel()
         try:
             error = task.exception()
         except asyncio.CancelledError as cancelled:
@@ -234,7 +319,8 @@ class LoopThread:
         # `Thread.is_alive` and `join` take a living thread for an ended one when an interrupt comes in them.
         self._thread = threading.Thread(target=self._serving.serve, name=name, daemon=True)
         self._thread.start()
-        self._serving.begun.wait()
+        while not self._serving.begun.wait():
+            pass
         if self._serving.loop is None:
             raise self._serving.error or RuntimeError("the thread that reads has ended at once")
         self._loop = self._serving.loop
@@ -259,7 +345,8 @@ class LoopThread:
         Args:
           coroutine: what to run.
           wait_for_cancelled: an interrupt of the caller cancels the coroutine. True: the interrupt is raised when the
-            coroutine has ended, and nothing that it was doing goes on. False: at once.
+            coroutine has ended, and nothing that it was doing goes on; further interrupts change nothing for some
+            seconds. False: at once.
           caller: runs functions for the coroutine in the calling thread. What they raise counts as an interrupt.
 
         Raises:
@@ -272,21 +359,28 @@ class LoopThread:
                 if caller is not None:
                     caller.serve(_POLL_SECS)
                 if not self.is_alive() and not call.ended.is_set():
-                    raise RuntimeError("the thread that reads has ended before this was read")
+                    raise self._has_ended()
         except BaseException:
+            call.is_wanted = False  # first, in one instruction: a signal handler cannot come before it
             self._loop.call_soon_threadsafe(call.cancel)
-            while wait_for_cancelled and self.is_alive() and not call.ended.wait(_POLL_SECS):
-                pass
+            if wait_for_cancelled:
+                with contextlib.suppress(BaseException):  # the first interrupt is raised below
+                    wait_undisturbed(lambda: call.ended.wait() or not self.is_alive())
             if not self.is_alive():
                 coroutine.close()
             raise
         if call.failures:
-            raise first_failure(call.failures.pop())
+            failure = first_failure(call.failures.pop())
+            is_closed = self._serving.is_closing and isinstance(failure, asyncio.CancelledError)
+            raise self._has_ended() if is_closed else failure
+
+    def _has_ended(self) -> RuntimeError:
+        return RuntimeError("the thread that reads has ended before this was read")
 
     def close(self) -> None:
-        """Stops the loop; the thread ends."""
+        """Stops the loop, and cancels what it runs; the thread ends."""
         self._serving.stop()
-        self._serving.ended.wait()
+        wait_undisturbed(self._serving.ended.wait)
         self._thread.join()
 
     def __del__(self) -> None:

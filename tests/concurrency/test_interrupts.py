@@ -1,6 +1,9 @@
 """An exception of a signal handler at every point: the call ends, nothing is left, and the next call works."""
 
 import asyncio
+import pathlib
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -18,7 +21,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),
 ]
 
-ROOM = [f"orbax_t5x/concurrency/{name}.py" for name in ("carried", "loops", "process_threads", "sharing", "waiting")]
+ROOM = [
+    f"orbax_t5x/concurrency/{name}.py"
+    for name in ("carried", "loops", "process_threads", "sharing", "waiting", "cleanup")
+]
 EXECUTOR = ["orbax_t5x/restoring/executor.py", "orbax_t5x/lazy/read.py"]
 CONVERSION = [f"orbax_t5x/operations/convert/{name}.py" for name in ("work_directory", "journal")]
 ARRAYS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.int32)}
@@ -136,6 +142,17 @@ def test_signals_at_random_moments_beside_a_busy_thread(path):
         is_over.set()
         busy.join()
     restored(path)
+
+
+@pytest.mark.slow
+def test_the_second_of_two_signals_leaves_nothing_locked(tmp_path):
+    """Restores, conversions, comparisons and saves; the second signal often comes while the first is handled."""
+    script = [sys.executable, "-m", "tests.support.two_interrupts", str(tmp_path), "12", "7"]
+    root = pathlib.Path(__file__).parents[2]
+    run = subprocess.run(script, cwd=root, capture_output=True, text=True, timeout=250, check=False)
+    *defects, last = run.stdout.splitlines()
+    assert not defects, run.stderr[-2000:]
+    assert last.startswith("interrupted") and int(last.split()[1]) > 3
 
 
 def test_a_cancelled_call_that_has_not_begun_ends():

@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator
 from typing import Any, Literal
 
-from orbax_t5x.concurrency import guarded, is_meant_for_caller
+from orbax_t5x.concurrency import Cleanup, call_with_cleanup, guarded, is_meant_for_caller
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
@@ -137,12 +137,25 @@ def convert_for(
     writing: WriteOptions,
 ) -> ConvertReport:
     """Converts with a target, whose names, shapes and dtypes are written; None: everything, as it is."""
-    started = time.monotonic()
     name = _text_of(destination)
-    agreement = Agreement(PRIMARY, name, "conversion", sends_errors=True)
+    return call_with_cleanup(lambda cleanup: _convert(target, source, name, transforms, options, writing, cleanup))
+
+
+def _convert(
+    target: Any,
+    source: AnySource,
+    destination: str,
+    transforms: Transforms,
+    options: PlanOptions,
+    writing: WriteOptions,
+    cleanup: Cleanup,
+) -> ConvertReport:
+    """Converts; the cleanup, after the other processes have received a failure, ends what may still write."""
+    started = time.monotonic()
+    agreement = Agreement(PRIMARY, destination, "conversion", sends_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
         _check_options(writing)
-        place = _destination(name)
+        place = _destination(destination)
         writing = place.options(writing)
         place.check(writing)
         caller = Caller("convert", agreement.records, keeps_lineage=True)
@@ -151,7 +164,7 @@ def convert_for(
             place.check_apart(checkpoint)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
         with _typed(place.name):
-            written = ConversionJob(plan, place, writing, agreement).run(stack, on_progress)
+            written = ConversionJob(plan, place, writing, agreement).run(cleanup, on_progress)
     seconds = time.monotonic() - started
     return ConvertReport(
         place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Protocol
 
@@ -156,17 +157,27 @@ def _step_directory(source: Checkpoint, path: Path) -> Path | None:
     return next((one for one in directories if step_of_name(one.name) == source.step), None)
 
 
-def make_parents(parent: Path) -> list[Path]:
-    """Makes the directory and its missing parents; returns those it made, outermost first."""
-    missing = [path for path in (parent, *parent.parents) if not path.exists()]
-    made: list[Path] = []
-    try:
-        for path in reversed(missing):
-            path.mkdir()
-            made.append(path)
-    except OSError as error:
-        raise CheckpointIOError(f"the directory could not be made: {error}", path=parent, errno=error.errno) from error
-    return made
+@contextlib.contextmanager
+def made_parents(parent: Path) -> Generator[None, None, None]:
+    """Makes a directory and its missing parents; removes those that stay empty, at the end.
+
+    Raises:
+      CheckpointIOError: a directory cannot be made.
+    """
+    with contextlib.ExitStack() as made:
+        for path in reversed([path for path in (parent, *parent.parents) if not path.exists()]):
+            try:
+                path.mkdir()
+            except OSError as error:
+                message = f"the directory could not be made: {error}"
+                raise CheckpointIOError(message, path=parent, errno=error.errno) from error
+            made.callback(_remove_if_empty, path)
+        yield
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _inside(target: str, message: str) -> CheckpointIOError:

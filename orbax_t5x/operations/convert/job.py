@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from orbax_t5x.concurrency import LoopThread
+from orbax_t5x.concurrency import Cleanup, LoopThread
 from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import ReadStats
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.operations.convert.destination import Destination, make_parents
+from orbax_t5x.operations.convert.destination import Destination, made_parents
 from orbax_t5x.operations.convert.fingerprint import arrays_digest, conversion_digest
 from orbax_t5x.operations.convert.journal import Journal, JournalEntry, journal_path, journals, read_journal
 from orbax_t5x.operations.convert.orbax_output import OrbaxFormat
@@ -84,19 +84,19 @@ class ConversionJob:
             fix = "call convert with the same arguments on every process"
             raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=destination.name)
 
-    def run(self, stack: contextlib.ExitStack, progress: OnProgress | None) -> WriteSummary:
-        """Writes the checkpoint; `stack` ends after the other processes have received a failure."""
-        work = self._take_work_directory(stack) if self._is_primary else None
+    def run(self, cleanup: Cleanup, progress: OnProgress | None) -> WriteSummary:
+        """Writes the checkpoint; `cleanup` ends after the other processes have received a failure."""
+        work = self._take_work_directory(cleanup) if self._is_primary else None
         start = _StartMessage(*self._agreement.of_primary(None if work is None else self._begin(work)))
         to_do = [block for block in self._blocks if block.number not in set(start.kept)]
         shares = divide_blocks(to_do, self._writers)
         if jax.process_index() < len(shares):
-            self._write(start, shares[jax.process_index()], progress)
+            self._write(start, shares[jax.process_index()], cleanup, progress)
         self._agreement.of_all(None)
         written = None
         if work is not None:
             numbers = [start.first + process for process, share in enumerate(shares) if share]
-            written = self._finish(work, start, numbers)
+            written = self._finish(work, start, numbers, cleanup)
         leaves, nbytes, skipped, kept = self._agreement.of_primary(written)
         if work is None:
             self._format.note_finished()
@@ -106,13 +106,12 @@ class ConversionJob:
 
     # -- what the primary does before
 
-    def _take_work_directory(self, stack: contextlib.ExitStack) -> WorkDirectory:
-        made = make_parents(self._target.parent)
-        stack.callback(_remove_empty, made)
-        work = stack.enter_context(WorkDirectory(self._target, self._destination.name))
-        stack.enter_context(self._destination.claim(work))
+    def _take_work_directory(self, cleanup: Cleanup) -> WorkDirectory:
+        cleanup.enter(lambda: made_parents(self._target.parent))
+        work = cleanup.enter(lambda: WorkDirectory(self._target, self._destination.name))
+        cleanup.enter(lambda: self._destination.claim(work))
         # Disconnected processes may still be writing, and the work of a job that lost a process is kept.
-        stack.callback(lambda: setattr(work, "is_kept", work.is_kept or self._agreement.lost_peer))
+        cleanup.callback(lambda: setattr(work, "is_kept", work.is_kept or self._agreement.lost_peer))
         self._destination.check(self._writing)
         return work
 
@@ -149,26 +148,31 @@ class ConversionJob:
 
     # -- what every process does
 
-    def _write(self, start: _StartMessage, share: Sequence[PlannedBlock], progress: OnProgress | None) -> None:
+    def _write(
+        self, start: _StartMessage, share: Sequence[PlannedBlock], cleanup: Cleanup, progress: OnProgress | None
+    ) -> None:
         if not share:
             return
         work = self._target.with_name(start.directory)
         number = start.first + jax.process_index()
-        journal = Journal(work, number, start.conversion)
+        journal = cleanup.enter(lambda: contextlib.closing(Journal(work, number, start.conversion)))
+        thread = cleanup.enter(lambda: LoopThread("orbax_t5x-write"))
         try:
             store = self._format.store(work, number)
-            BlockPipeline(store, journal, work, self._leaves, self._limit, progress).run(share)
+            thread.run(BlockPipeline(store, journal, work, self._leaves, self._limit, progress).run(share))
         except BaseException:
             if jax.process_count() > 1:
                 with contextlib.suppress(OSError):
                     (work / STOP_FILE).touch()
             raise
-        finally:
-            journal.close()
+        thread.close()
+        journal.close()
 
     # -- what the primary does after
 
-    def _finish(self, work: WorkDirectory, start: _StartMessage, numbers: Sequence[int]) -> Sequence[Any]:
+    def _finish(
+        self, work: WorkDirectory, start: _StartMessage, numbers: Sequence[int], cleanup: Cleanup
+    ) -> Sequence[Any]:
         kept = sum(self._blocks[number].nbytes for number in self._entries)
         for number in numbers:
             path = journal_path(work.path, number)
@@ -178,8 +182,7 @@ class ConversionJob:
         if missing:
             message = "a block written by another process is not in its journal; do all see the same directory?"
             raise CheckpointIOError(message, path=work.path, leaf=missing[0])
-        with LoopThread() as thread:
-            thread.run(self._verify())
+        cleanup.enter(LoopThread).run(self._verify())
         directory = work.path / self._target.name
         entries = {block: self._entries[block.number] for block in self._blocks}
         leaves, nbytes, skipped, _ = self._format.finish(
@@ -198,10 +201,3 @@ class ConversionJob:
         stats = ReadStats("touched", self._limit)
         for leaf, number in self._leaves.items():
             await leaf.verify_checksum(stats, ranges.get(number, ()))
-
-
-def _remove_empty(directories: Sequence[Path]) -> None:
-    """Removes directories that stayed empty, innermost first."""
-    for directory in reversed(directories):
-        with contextlib.suppress(OSError):
-            directory.rmdir()

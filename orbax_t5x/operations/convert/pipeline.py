@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Generator, Mapping, Sequen
 from pathlib import Path
 from typing import Any
 
-from orbax_t5x.concurrency import BlocksInFlight, LoopThread, reader_pool, run_in_pool, wait_all
+from orbax_t5x.concurrency import BlocksInFlight, reader_pool, run_in_pool, wait_all
 from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, BlockOutput, read_block
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Leaf, ReadStats
@@ -54,16 +54,11 @@ class BlockPipeline:
         self._progress = progress
         self._stats = ReadStats("touched", limit)
 
-    def run(self, blocks: Sequence[PlannedBlock]) -> None:
-        """Writes the blocks; returns when all are durable, or when another process has failed.
+    async def run(self, blocks: Sequence[PlannedBlock]) -> None:
+        """Writes blocks, at least one; returns when all are durable, or when another process has failed.
 
         When it raises, nothing is being written any more.
         """
-        if blocks:
-            with LoopThread("orbax_t5x-write") as thread:
-                thread.run(self._run(blocks))
-
-    async def _run(self, blocks: Sequence[PlannedBlock]) -> None:
         limit = min(self._limit, COPIES_PER_BLOCK * _bytes_in_flight(blocks))
         in_flight = BlocksInFlight(limit, sum(block.nbytes for block in blocks), self._progress)
         await wait_all(self._writes(blocks, in_flight))

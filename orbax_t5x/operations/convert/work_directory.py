@@ -74,9 +74,7 @@ class WorkDirectory:
             for journal in journals(self.path).values():
                 if is_being_written(journal):
                     raise _is_taken(name or str(target), "another process of an earlier conversion still writes to it")
-            replaced = self.path / _REPLACED
-            if os.path.lexists(replaced) and not os.path.lexists(target):
-                os.rename(replaced, target)
+            self._put_back()
         except BaseException:
             self._lock.close()
             raise
@@ -113,9 +111,16 @@ class WorkDirectory:
     def __enter__(self) -> WorkDirectory:
         return self
 
+    def _put_back(self) -> None:
+        """Puts a destination back that was renamed away, if no other took its place."""
+        replaced = self.path / _REPLACED
+        if os.path.lexists(replaced) and not os.path.lexists(self._target):
+            os.rename(replaced, self._target)
+
     def __exit__(self, *exception: object) -> None:
         if not self.is_kept:
             with contextlib.suppress(OSError):
+                self._put_back()
                 self.empty()
                 (self.path / _OWNER).unlink(missing_ok=True)
                 os.rmdir(self.path)
