@@ -66,11 +66,11 @@ def guarded(function: _Function) -> _Function:
 
 def typed(error: Exception, path: str | None = None, leaf: str | None = None) -> BaseException:
     """Returns an error as a public call raises it: itself, a typed error with it as cause, or an interrupt."""
-    if isinstance(error, CheckpointError | Warning) or is_meant_for_caller(error):
+    if isinstance(error, CheckpointError | Warning) or is_for_caller(error):
         return error
     interrupt = _interrupt_behind(error)
-    if interrupt is not None:
-        return interrupt
+    if interrupt is not None or is_meant_for_caller(error):
+        return interrupt or error
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError):
         return LimitExceededError(f"there is not enough memory: {error}", path=path, leaf=leaf)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import sysconfig
+import threading
 import warnings
 
 import numpy as np
@@ -198,3 +199,16 @@ def test_a_leaf_and_a_plan_name_what_they_are_about(tmp_path, monkeypatch):
     with pytest.raises(UnsupportedCheckpointError, match="not foreseen") as caught:
         plan.execute()
     assert str(tmp_path) in str(caught.value.path)
+
+
+def test_an_error_of_a_lock_that_an_interrupt_broke_is_the_interrupt():
+    lock = threading.Lock()
+
+    @guarded
+    def call():
+        with lock:
+            lock.release()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call()

@@ -146,7 +146,7 @@ def _convert(
     source: AnySource,
     destination: str,
     transforms: Transforms,
-    options: PlanOptions,
+    options: RestoreOptions,
     writing: WriteOptions,
     cleanup: Cleanup,
 ) -> ConvertReport:
