@@ -21,10 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),
 ]
 
-ROOM = [
-    f"orbax_t5x/concurrency/{name}.py"
-    for name in ("carried", "loops", "process_threads", "sharing", "waiting", "cleanup")
-]
+ROOM = [f"orbax_t5x/concurrency/{name}.py" for name in ("carried", "loops", "process_threads", "sharing", "waiting")]
 EXECUTOR = ["orbax_t5x/restoring/executor.py", "orbax_t5x/lazy/read.py"]
 CONVERSION = [f"orbax_t5x/operations/convert/{name}.py" for name in ("work_directory", "journal")]
 ARRAYS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.int32)}
