@@ -12,8 +12,6 @@ import os
 import re
 from typing import NamedTuple
 
-from google.protobuf import text_encoding
-
 from orbax_t5x.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -34,6 +32,8 @@ _STATE_BYTES = 1 << 20
 _STATE_PATH = re.compile(
     rb"""^[ \t]*model_checkpoint_path[ \t]*:[ \t]*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')""", re.M
 )
+_ESCAPE = re.compile(rb"\\(?:(?P<octal>[0-7]{1,3})|x(?P<hex>[0-9a-fA-F]{1,2})|(?P<char>.))", re.S)
+_ESCAPED = {bytes([char]): bytes([byte]) for char, byte in zip(b"abfnrtv\\\"'?", b"\a\b\f\n\r\t\v\\\"'?", strict=True)}
 _SHARD_SUFFIX = re.compile(r"\.data-\d{5,}-of-\d{5,}$")
 _V1_HINT = (
     "a TensorFlow V1 checkpoint (one SSTable for names and values), which is not read; load it with TensorFlow and save"
@@ -138,9 +138,25 @@ def _state(root: Files, name: str) -> tuple[str, int] | None:
         return None
     quoted = match[1] if match[1] is not None else match[2]
     try:
-        return text_encoding.CUnescape(quoted.decode("utf-8")).decode("utf-8"), len(data)
-    except (UnicodeDecodeError, ValueError):
+        return unescape(quoted).decode("utf-8"), len(data)
+    except (UnicodeDecodeError, ValueError, KeyError):
         raise CorruptCheckpointError("its model_checkpoint_path is no text", path=file.path) from None
+
+
+def unescape(quoted: bytes) -> bytes:
+    """Decodes the escapes of protobuf's text format.
+
+    Raises:
+      ValueError: an octal number is no byte.
+      KeyError: an escape is unknown.
+    """
+
+    def byte_of(escape: re.Match[bytes]) -> bytes:
+        if escape["octal"]:
+            return bytes([int(escape["octal"], 8)])
+        return bytes.fromhex(escape["hex"].decode().zfill(2)) if escape["hex"] else _ESCAPED[escape["char"]]
+
+    return _ESCAPE.sub(byte_of, quoted)
 
 
 def _named_location(root: Files, named: str, bytes_read: int) -> BundleLocation:

@@ -1,10 +1,13 @@
 """Paths of bundles: prefixes, directories, checkpoint files, links."""
 
+import importlib
 import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orbax_t5x.errors import (
     CheckpointNotFoundError,
@@ -12,6 +15,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.readers.tf_bundle.locate import unescape
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from tests.support.bundle_writer import bundle_of, shard_path
 
@@ -66,6 +70,21 @@ def test_checkpoint_files(bundle: Path, text: str, caplog: pytest.LogCaptureFixt
     checkpoint = open_tf_bundle(state(bundle.parent, text.replace("{run}", str(bundle.parent))))
     assert checkpoint.step == 5 and "rebased_from" not in checkpoint.metadata
     assert not caplog.records
+
+
+@given(st.binary(), st.text(), st.booleans())
+def test_escapes_are_those_of_protobuf(data: bytes, text: str, as_utf8: bool) -> None:
+    text_encoding = importlib.import_module("google.protobuf.text_encoding")
+    for value in (data, text.encode(), bytes(range(256))):
+        escaped = text_encoding.CEscape(value, as_utf8).encode()
+        assert unescape(escaped) == value == text_encoding.CUnescape(escaped.decode())
+    assert unescape(rb"\x4A\x4g\a\b\?") == text_encoding.CUnescape(r"\x4A\x4g\a\b?")
+
+
+@pytest.mark.parametrize("text", [r"\777", r"\q", r"\xg"])
+def test_unknown_escapes_are_damage(bundle: Path, text: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match="no text"):
+        open_tf_bundle(state(bundle.parent, f'model_checkpoint_path: "{text}"'))
 
 
 def test_a_relative_path_may_go_down(bundle: Path) -> None:
