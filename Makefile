@@ -117,7 +117,7 @@ $(VENV)/.check-installed: pyproject.toml | $(BIN)/python
 	touch $(VENV)/.installed $(VENV)/.tests-installed $(VENV)/.lint-installed $(VENV)/.docs-installed $@
 
 $(VENV)/.release-installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6" "zopfli>=0.2"
+	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6"
 	touch $@
 
 clean:
