@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -23,8 +22,6 @@ _POLL_SECS = 0.2
 # For so long after an interrupt further interrupts wait for the end of what was cancelled; then the next is raised at
 # once, because a disk or a server may never answer.
 _PATIENCE_SECS = 10.0
-# An event loop's own: those of its selector and of the pair of sockets that wakes it.
-_LOOP_DESCRIPTORS = 3
 
 
 class Latch:
@@ -189,14 +186,18 @@ class _EventLoop(asyncio.SelectorEventLoop):
             handle.cancel()
             return handle
 
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # made in part only: the process was short of descriptors
+            super().__del__()
+
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Makes an event loop; a CheckpointIOError where the process is short of descriptors."""
+    """Makes an event loop.
+
+    Raises:
+      CheckpointIOError: the process is short of descriptors.
+    """
     try:
-        # An event loop that is made in part complains when it is collected: whether it can be made is tried first.
-        with contextlib.ExitStack() as spare:
-            for _ in range(_LOOP_DESCRIPTORS):
-                spare.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         return _EventLoop()
     except OSError as error:
         message = f"the event loop that reads cannot be made: {error.strerror}"
