@@ -8,7 +8,6 @@ module is imported when it runs, so that `inspect` need not wait for JAX.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import os
 import sys
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 
 from orbax_t5x import __version__
 from orbax_t5x.cli.arguments import UsageError, count_argument, size_argument, tolerance_argument
-from orbax_t5x.cli.native_log import without_native_log
 from orbax_t5x.cli.output import plain_lines
 from orbax_t5x.errors import CheckpointError, Fix
 from orbax_t5x.text.table import terminal_width
@@ -36,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed its message
         return int(stop.code or 0)
     try:
-        with _filtered(options):
-            code = importlib.import_module(options.module).run(options)
+        code = importlib.import_module(options.module).run(options)
         sys.stdout.flush()
         return code
     except UsageError as error:
@@ -54,12 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error("interrupted", _INTERRUPTED)
     except Exception as error:
         return _fail_unforeseen(error)
-
-
-def _filtered(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """Keeps the log of the stores' libraries off standard error, in commands that have to do with a store."""
-    is_remote = any(isinstance(value, str) and "://" in value for value in vars(options).values())
-    return without_native_log() if is_remote else contextlib.nullcontext()
 
 
 def _fix_text(fix: Fix) -> str:
