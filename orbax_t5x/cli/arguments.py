@@ -11,16 +11,14 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
+from orbax_t5x.text.output import UsageError
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
 # Rules and a model's configuration are far smaller.
 _MOST_JSON_BYTES = 64 << 20
 # More of a pattern than this is not shown.
 _SHOWN_PATTERN = 200
-
-
-class UsageError(Exception):
-    """Error: the command was called wrongly; the text has the right call."""
 
 
 def size_argument(text: str) -> int:

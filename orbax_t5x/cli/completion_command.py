@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Iterable
 
 from orbax_t5x.cli.main import PROGRAM, make_parser
-from orbax_t5x.cli.output import print_text
 from orbax_t5x.cli.rule_packs import AUTO, pack_names
+from orbax_t5x.text.output import print_text
 
 # zsh runs completions written for bash.
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from orbax_t5x.cli.arguments import UsageError, read_json_object
+from orbax_t5x.cli.arguments import read_json_object
 from orbax_t5x.cli.mapping import MappingOptions, plan_options
-from orbax_t5x.cli.output import print_json, print_text
 from orbax_t5x.operations.convert.companions import read_companions
 from orbax_t5x.operations.convert.convert import convert_for
 from orbax_t5x.operations.convert.output_format import WriteOptions
@@ -21,6 +20,7 @@ from orbax_t5x.operations.convert.report import ConvertReport
 from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.rules.layouts import find_layout
+from orbax_t5x.text.output import UsageError, print_json, print_text
 from orbax_t5x.text.wording import array_text, plain
 
 

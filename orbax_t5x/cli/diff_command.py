@@ -10,9 +10,9 @@ import contextlib
 
 from orbax_t5x.cli.arguments import resuming_argument
 from orbax_t5x.cli.mapping import RuleOptions
-from orbax_t5x.cli.output import print_report
 from orbax_t5x.operations.diff.diff import diff
 from orbax_t5x.readers import open_checkpoint
+from orbax_t5x.text.output import print_report
 
 _EQUAL, _DIFFERENT = 0, 1
 

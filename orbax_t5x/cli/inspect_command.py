@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.cli.output import print_json, print_text
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.readers.checkpoint import checkpoint_rows
 from orbax_t5x.text.fold import empty_text
+from orbax_t5x.text.output import print_json, print_text
 from orbax_t5x.text.table import table_lines, terminal_width, wrapped
 from orbax_t5x.text.wording import array_bytes, counted, dtype_text, leaves_text, plain, size_text
 

@@ -12,16 +12,31 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from orbax_t5x import __version__
-from orbax_t5x.cli.arguments import UsageError, count_argument, size_argument, tolerance_argument
-from orbax_t5x.cli.output import plain_lines
+from orbax_t5x.cli.arguments import count_argument, size_argument, tolerance_argument
 from orbax_t5x.errors import CheckpointError, Fix
+from orbax_t5x.registry import Registry
+from orbax_t5x.text.output import UsageError, plain_lines
 from orbax_t5x.text.table import terminal_width
 from orbax_t5x.text.wording import plain
 
 PROGRAM = "orbax-t5x"
+_Command = Callable[[argparse.Namespace], int]
+COMMANDS = Registry[_Command](
+    "command",
+    {
+        "inspect": "orbax_t5x.cli.inspect_command:run",
+        "plan": "orbax_t5x.cli.plan_command:run",
+        "convert": "orbax_t5x.cli.convert_command:run",
+        "diff": "orbax_t5x.cli.diff_command:run",
+        "compare-logits": "orbax_t5x.extras.demo.compare_logits_command:run",
+        "verify": "orbax_t5x.cli.verify_command:run",
+        "demo": "orbax_t5x.extras.demo.command:run",
+        "completion": "orbax_t5x.cli.completion_command:run",
+    },
+)
 # Any value but an empty one prints the traceback of an error that is not one of the library's.
 _TRACEBACK = "ORBAX_T5X_TRACEBACK"
 _OK, _PROBLEM, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
@@ -34,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed its message
         return int(stop.code or 0)
     try:
-        code = importlib.import_module(options.module).run(options)
+        code = COMMANDS.get(options.command)(options)
         sys.stdout.flush()
         return code
     except UsageError as error:
@@ -88,14 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add(
-    commands,
-    name: str,
-    summary: str,
-    more: str,
-    *,
-    source: str | None = None,
-    json: str | None = None,
-    module: str = "",
+    commands, name: str, summary: str, more: str, *, source: str | None = None, json: str | None = None
 ) -> argparse.ArgumentParser:
     """Adds a command.
 
@@ -106,10 +114,9 @@ def _add(
       more: further sentences for the command's own help.
       source: name of the argument for a checkpoint; None where there is none.
       json: what `--json` prints; None where there is no such option.
-      module: module that runs it; None for the one with the command's name.
     """
     parser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {more}")
-    parser.set_defaults(module=f"orbax_t5x.cli.{module or f'{name}_command'}")
+    parser.set_defaults(command=name)
     if source is not None:
         parser.add_argument(
             source,
@@ -259,7 +266,6 @@ def _add_compare_logits(commands) -> None:
         "Each in any format and layout that is known, whole and in float32. Exit code 1 when the logits differ.",
         source="a",
         json="the largest differences",
-        module="compare_logits_command",
     )
     _add_other(parser)
     for name, default, what in (("sequences", 2, "how many sequences"), ("length", 16, "tokens of each sequence")):
@@ -285,7 +291,6 @@ def _add_others(commands) -> None:
         "demo",
         "do the whole job once, on a small checkpoint that comes along",
         "Restores sharded over eight CPU devices, saves through Orbax, restores again and compares every bit.",
-        module="demo.command",
     )
     demo.add_argument("--keep", metavar="DIR", help="keep what is written, in this new directory (default: remove it)")
     completion = _add(

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.cli.arguments import UsageError, read_rules, resuming_argument
+from orbax_t5x.cli.arguments import read_rules, resuming_argument
 from orbax_t5x.cli.rule_packs import AUTO, pack_argument
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.rules.finding import find_rules
+from orbax_t5x.text.output import UsageError
 from orbax_t5x.transforms import AssignmentMap, Transform, Translate
 from orbax_t5x.trees.flat import unflatten
 

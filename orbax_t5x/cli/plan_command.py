@@ -6,14 +6,13 @@ import argparse
 import contextlib
 from typing import Any
 
-from orbax_t5x.cli.arguments import UsageError
 from orbax_t5x.cli.fixes import fix_text
 from orbax_t5x.cli.mapping import MappingOptions, plan_options
-from orbax_t5x.cli.output import print_json, print_text
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.lineage import Caller
+from orbax_t5x.text.output import UsageError, print_json, print_text
 
 
 def run(options: argparse.Namespace) -> int:

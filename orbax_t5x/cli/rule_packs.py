@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from orbax_t5x.cli.arguments import UsageError
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.rules.graph import PACKS, pack_function
 from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.text.output import UsageError
 
 AUTO = "auto"
 """Name for the pack that `orbax_t5x.rules.infer` finds."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 
-from orbax_t5x.cli.output import print_report
 from orbax_t5x.operations.verify.verify import verify
+from orbax_t5x.text.output import print_report
 
 _EXIT_CODES = {"ok": 0, "damaged": 1, "no checksum": 3}
 

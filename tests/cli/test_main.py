@@ -14,6 +14,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.cli import inspect_command
+from orbax_t5x.cli.main import COMMANDS
 
 BUNDLE = Path(inspect_command.__file__).parent / "demo_data" / "model.ckpt-1000000"
 
@@ -126,7 +127,7 @@ def test_an_interrupt_is_130(run, layers, monkeypatch):
     def interrupted(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inspect_command, "run", interrupted)
+    monkeypatch.setattr(COMMANDS, "get", lambda _: interrupted)
     assert run("inspect", layers) == (130, "", "orbax-t5x: interrupted\n")
 
 
@@ -137,7 +138,7 @@ def test_what_nobody_foresaw_is_one_line_and_1(run, layers, monkeypatch, error):
     def broken(options):
         raise error
 
-    monkeypatch.setattr(inspect_command, "run", broken)
+    monkeypatch.setattr(COMMANDS, "get", lambda _: broken)
     monkeypatch.delenv("ORBAX_T5X_TRACEBACK", raising=False)
     code, out, told = run("inspect", layers)
     assert (code, out, told.count("\n")) == (1, "", 1)

@@ -5,8 +5,8 @@ import inspect
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.cli.arguments import UsageError
 from orbax_t5x.cli.rule_packs import pack_argument, pack_names
+from orbax_t5x.text.output import UsageError
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The demo's job, in a process with eight devices: every number is measured in this run, every claim compared.
 
-The checkpoint was written by TensorFlow, the values it is compared with by T5X; see `demo_data/PROVENANCE.md`.
+The checkpoint was written by TensorFlow, the values it is compared with by T5X; see `cli/demo_data/PROVENANCE.md`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
-from orbax_t5x.cli.output import print_text
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.entries import entry_array, entry_sharding
+from orbax_t5x.text.output import print_text
 from orbax_t5x.text.wording import counted, leaves_text, size_text
 from orbax_t5x.trees.flat import flatten, unflatten
 
-_DATA = Path(__file__).parents[1] / "demo_data"
+_DATA = Path(__file__).parents[2] / "cli" / "demo_data"
 _STEP = 1_000_000
 _MESH = {"data": 2, "model": 4}
 _SHOWN_DIFFERENCES = 5

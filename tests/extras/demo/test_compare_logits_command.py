@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from orbax_t5x.cli import compare_logits_command
 from orbax_t5x.cli.main import main
-from orbax_t5x.operations.compare_logits import LogitsReport
+from orbax_t5x.extras.demo import compare_logits_command
+from orbax_t5x.extras.demo.compare_logits import LogitsReport
 from tests.conftest import GOLDENS
 
 BUNDLE = GOLDENS / "tf_bundle" / "t5_1_1_f32"

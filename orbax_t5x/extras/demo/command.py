@@ -9,13 +9,13 @@ import subprocess
 import sys
 import tempfile
 
-from orbax_t5x.cli.arguments import UsageError
+from orbax_t5x.text.output import UsageError
 
 _DEVICES = 8
 # The child finds modules where this process does, and not in the directory where it happens to run.
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from orbax_t5x.cli.demo.job import main; sys.exit(main(sys.argv[2], sys.argv[3]))"
+    "from orbax_t5x.extras.demo.job import main; sys.exit(main(sys.argv[2], sys.argv[3]))"
 )
 
 

@@ -9,6 +9,10 @@ from typing import Any
 from orbax_t5x.text.wording import plain
 
 
+class UsageError(Exception):
+    """A command was called wrongly; the text has the right call."""
+
+
 def print_text(text: str) -> None:
     """Prints text; what the output's encoding lacks is escaped."""
     try:

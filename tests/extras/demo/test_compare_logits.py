@@ -6,7 +6,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import UnsupportedCheckpointError
-from orbax_t5x.operations.compare_logits import LogitsReport, compare_logits
+from orbax_t5x.extras.demo.compare_logits import LogitsReport, compare_logits
 from tests.support.memory_checkpoint import checkpoint
 
 

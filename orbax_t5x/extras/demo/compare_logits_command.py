@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from orbax_t5x.cli.output import print_report
-from orbax_t5x.operations.compare_logits import compare_logits
+from orbax_t5x.extras.demo.compare_logits import compare_logits
 from orbax_t5x.readers import open_checkpoint
+from orbax_t5x.text.output import print_report
 
 _EQUAL, _DIFFERENT = 0, 1
 

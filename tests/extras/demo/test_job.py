@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orbax_t5x.cli.demo import job
 from orbax_t5x.cli.main import main
+from orbax_t5x.extras.demo import job
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_the_demo_expects_what_t5x_made_of_the_same_bundle(goldens, t5x_arrays):
 def other_values(tmp_path, monkeypatch, t5x_arrays):
     """The demo's data, with one bit of one expected value changed."""
     data = tmp_path / "data"
-    shutil.copytree(Path(job.__file__).parents[1] / "demo_data", data)
+    shutil.copytree(Path(job.__file__).parents[2] / "cli" / "demo_data", data)
     expected = data / "as_t5x_imports_it.txt"
     digests = job._digests(t5x_arrays)
     name = "target/encoder/encoder_norm/scale"

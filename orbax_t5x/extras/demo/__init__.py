@@ -1,0 +1,1 @@
+"""The demo, and the comparison of two models by their logits."""
