@@ -15,13 +15,15 @@ from orbax_t5x.text.output import UsageError
 AUTO = "auto"
 """Name for the pack that `orbax_t5x.rules.infer` finds."""
 
+# It takes several sources, and a command has one checkpoint.
+_NO_PACKS = frozenset({"peft_lora"})
 _INVERSE = "inverse"
 _CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def pack_names() -> list[str]:
     """Lists the packs that can be given by name."""
-    return sorted(PACKS.names())
+    return sorted({*PACKS.names()} - _NO_PACKS)
 
 
 def pack_argument(text: str) -> RulePack:

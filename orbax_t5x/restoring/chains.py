@@ -11,9 +11,9 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from orbax_t5x import rules
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.transforms import MODULE_OF as public_transforms
 from orbax_t5x.transforms.base import AnyTransform, Transform
@@ -24,9 +24,6 @@ from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
 
-if TYPE_CHECKING:
-    from orbax_t5x.rules.finding import FoundMapping
-
 _PASS_RULES = Fix.in_program(
     "pass the rules: a pack of ot.rules, transforms of ot.transforms, or what a plan with a target has as found_rules"
 )
@@ -35,8 +32,11 @@ _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 Transforms = Sequence[Callable[..., Any]] | Callable[..., Any] | Literal["auto"]
-# The functions that make rule packs.
-_PACKS = rules.MODULE_OF.keys() - {"Alignment", "RulePack", "align", "infer"}
+# Only rules that are sought, and calls that went wrong, need the packs.
+_PACKAGE_OF_PACKS = "orbax_t5x.rules"
+_pack_names = on_demand.function(f"{_PACKAGE_OF_PACKS}.graph", "pack_names")
+_pack_function = on_demand.function(f"{_PACKAGE_OF_PACKS}.graph", "pack_function")
+_find_rules = on_demand.function(f"{_PACKAGE_OF_PACKS}.finding", "find_rules")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +148,9 @@ def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
 
 def _pack_of(something: object) -> str | None:
     """Returns the name of the function that makes a rule pack; None where something is none."""
-    name = getattr(something, "__name__", None) if inspect.isfunction(something) else None
-    return name if name in _PACKS and something is getattr(rules, name) else None
+    if not inspect.isfunction(something) or not something.__module__.startswith(f"{_PACKAGE_OF_PACKS}."):
+        return None
+    return something.__name__ if something.__name__ in _pack_names() else None
 
 
 def _of_type(something: object) -> str:
@@ -170,8 +171,8 @@ def _instead_of(something: object) -> str:
 
 def _call_of(name: str) -> str | None:
     """Returns the call that makes the transform or the rule pack of this name; None where there is neither."""
-    if name in _PACKS:
-        parameters = inspect.signature(getattr(rules, name)).parameters.values()
+    if name in _pack_names():
+        parameters = inspect.signature(_pack_function(name)).parameters.values()
         wanted = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
         return f"ot.rules.{name}({', '.join(f'{parameter}=…' for parameter in wanted)})"
     return f"ot.transforms.{name}(…)" if name in public_transforms else None
@@ -239,18 +240,16 @@ def _rules_of_auto(
     return mapping.parts
 
 
-def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str]) -> FoundMapping:
-    """Finds rules for the whole target; where none cover it, for what the fallback does not fill."""
-    from orbax_t5x.rules.finding import find_rules  # noqa: PLC0415  (knows all packs)
-
+def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str]) -> Any:
+    """Finds the `FoundMapping` for the whole target, or for the leaves that the fallback does not fill."""
     wanted = {name: leaf for name, leaf in target.items() if name not in fillable}
     if not wanted or len(wanted) == len(target):
-        return find_rules(source, target)
+        return _find_rules(source, target)
     found = None
     with contextlib.suppress(RestorePlanError):
-        found = find_rules(source, target)
+        found = _find_rules(source, target)
         if found.is_whole:
             return found
     with contextlib.suppress(RestorePlanError):
-        return find_rules(source, wanted)
-    return found or find_rules(source, target)
+        return _find_rules(source, wanted)
+    return found or _find_rules(source, target)

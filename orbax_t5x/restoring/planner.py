@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from orbax_t5x import on_demand
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import rules_found, written_out
@@ -22,9 +23,15 @@ from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
+from orbax_t5x.text.wording import counted
+from orbax_t5x.transforms.dequantize import scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 from orbax_t5x.trees.flat import parents, prefixed
+
+# Only a plan that fails is explained, and only found rules can cover a part of a model.
+_explain_failure = on_demand.function("orbax_t5x.restoring.diagnose.explain", "explain_failure")
+_partial_rules = on_demand.function("orbax_t5x.restoring.diagnose.partial_rules", "partial_rules")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,8 @@ def plan_inputs(
     for name in (*flattened.train_states, *flattened.inference_states):
         source = without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
+    if flattened.problems and not flattened.leaves:  # whatever else is wrong follows from that
+        raise diagnostics.error(list(flattened.problems), path=sources.path)
     patterns = [] if options.fallback is None else list(options.fallback_for or ())
     fillable = {name for name in flattened.original if any(re.fullmatch(one, name) for one in patterns)}
     written = written_out(given, source, flattened.original, sources.path, fillable=fillable)
@@ -86,29 +95,28 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     # Before the problems: the shape of a broken leaf is unknown, so it clashes with any target.
     _raise_broken(entries)
     if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers):
-        from orbax_t5x.restoring.diagnose.explain import MatchFailure, explain_failure  # noqa: PLC0415  (a failure only)
-
-        takes_rules, proposes = not resuming, proposes and not resuming
-        failure = MatchFailure(
-            matcher,
-            match,
-            source,
-            before,
-            inputs.given,
-            transforms,
-            proposes,
-            options.strict,
-            takes_rules,
-            tuple(filter(None, checkpoints)),
+        problems = _explain_failure(
+            matcher=matcher,
+            match=match,
+            source=source,
+            before=before,
+            given=inputs.given,
+            transforms=transforms,
+            proposes=proposes and not resuming,
+            strict=options.strict,
+            takes_rules=not resuming,
+            sources=tuple(filter(None, checkpoints)),
         )
-        raise diagnostics.error(explain_failure(failure), path=inputs.sources.path)
+        raise diagnostics.error(problems, path=inputs.sources.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
-    if unused:
-        from orbax_t5x.restoring.diagnose.unread_scales import scales_warning  # noqa: PLC0415  (where strict=False)
-
-        diagnostics.warnings += scales_warning(used, unused)
+    if scales := scales_beside(used, unused):
+        count = counted(len(scales), "quantized weight is", "quantized weights are")
+        diagnostics.warnings.append(
+            f"{count} restored without the scale that is stored beside it ({scales[0]}): add "
+            "ot.rules.scaled_fp8_to_float32() to the transforms"
+        )
     for pattern in matcher.unused_patterns():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     found = () if resuming else rules_found(inputs.given, transforms)
@@ -127,9 +135,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         found_rules=found,
     )
     if found and plan.filled and not plan.is_fill_expected:
-        from orbax_t5x.restoring.diagnose.partial_rules import partial_rules  # noqa: PLC0415  (a fallback fills more)
-
-        if problems := partial_rules(plan, found):
+        if problems := _partial_rules(plan, found):
             raise diagnostics.error(problems, path=inputs.sources.path)
     return plan
 

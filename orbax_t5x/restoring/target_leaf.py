@@ -123,7 +123,11 @@ def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: 
 
 def _unknown(name: str, leaf: Any, message: str) -> Problem:
     fix = "use jax.ShapeDtypeStruct, jax.Array, np.ndarray, a scalar, or ... to leave it out"
-    if callable(leaf):
+    if callable(getattr(leaf, "init", None)) and callable(getattr(leaf, "apply", None)):
+        kind = leaf if isinstance(leaf, type) else type(leaf)
+        message = f"{kind.__name__} is a model, and a target has the shapes of what it holds"
+        fix = "pass jax.eval_shape(model.init, …), with what model.init takes"
+    elif callable(leaf):
         fix = (
             "give the shapes of what it makes: jax.eval_shape(function), of a linen model jax.eval_shape(model.init, …)"
         )

@@ -30,6 +30,7 @@ PACKS: Registry[Callable[..., RulePack] | RulePack] = Registry(
         "hf_flax_t5_to_t5x": "orbax_t5x.rules.hugging_face_flax:hf_flax_t5_to_t5x",
         "hf_t5_to_t5x": "orbax_t5x.rules.hugging_face:hf_t5_to_t5x",
         "mesh_tf_to_t5x": "orbax_t5x.rules.mesh_tf:mesh_tf_to_t5x",
+        "peft_lora": "orbax_t5x.rules.peft:peft_lora",
         "pix2struct_decoder_to_hf_t5": "orbax_t5x.rules.pix2struct:pix2struct_decoder_to_hf_t5",
         "scaled_fp8_to_float32": "orbax_t5x.rules.scaled_fp8:scaled_fp8_to_float32",
         "t5_fused_to_unscanned": "orbax_t5x.rules.fused:t5_fused_to_unscanned",

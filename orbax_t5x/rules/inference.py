@@ -15,31 +15,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x import on_demand
 from orbax_t5x.lazy import View, as_view, broadcast_to
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x, shortest_path
-from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of, leaves_of, stacked_depths
+from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of, leaves_of
 from orbax_t5x.rules.pack import RulePack, join_packs
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.dequantize import scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
-from orbax_t5x.transforms.names import Drop, Keep, Rename
+from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.prefix import change_between, counterparts
-from orbax_t5x.transforms.repeat_layers import RepeatLayers
 
 # The group is of a layer's bias only.
 _BIAS = re.compile(r"(?:.*/)?(?:encoder|decoder)/(layers_\d+/)?relpos_bias/rel_embedding")
-_OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
+OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
 # What a target without an optimizer has no place for.
 _TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
+_refusal_between = on_demand.function("orbax_t5x.rules.no_pack", "refusal_between")
 
 
-def _parameter_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: leaf for name, leaf in leaves.items() if not _OPTIMIZER.fullmatch(name)}
+def parameter_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the leaves that are not the optimizer's."""
+    return {name: leaf for name, leaf in leaves.items() if not OPTIMIZER.fullmatch(name)}
 
 
-def _between(source: Layout, target: Layout) -> list[RulePack] | None:
+def packs_between(source: Layout, target: Layout) -> list[RulePack] | None:
     """Returns the packs along the path between two of T5X's or MaxText's layouts; None if their shapes do not fit."""
     path = shortest_path(source.kind, target.kind)
     axes = axes_between(source, target) if path else {}
@@ -80,13 +80,23 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
       >>> ot.rules.infer(state, {"target/encoder/encoder/attention/query/kernel": np.ones((16, 3, 2, 4))})
       <RulePack from minimal (encoder of 3 layers) to scanned: t5_minimal_to_scanned(num_heads=2, head_dim=4)>
     """
+    pack = find_pack(source_leaves, target_leaves)
+    if pack is None:
+        raise _refusal_between(leaves_of(source_leaves), leaves_of(target_leaves))
+    return pack
+
+
+def find_pack(source_leaves: Any, target_leaves: Any) -> RulePack | None:
+    """Finds the pack of `infer`, or returns None."""
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
-    seen, wanted = find_layout(_parameter_leaves(source)), find_layout(_parameter_leaves(target))
+    seen, wanted = layouts_of(source, target)
     is_one_layout = seen.kind == wanted.kind or "unknown" in (seen.kind, wanted.kind)
     if is_one_layout and _wanted_names(target) <= source.keys():
         pack = RulePack((), (), "nothing to map")
     else:
-        pack = _infer(source, target, seen, wanted)
+        pack = _find_names(source, target, seen, wanted)
+    if pack is None:
+        return None
     names = pack.apply(views_or_zeros(source), target, Diagnostics()) if pack.steps else source
     biases = _between_biases(names, target)
     if biases is not None:
@@ -107,7 +117,7 @@ def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
 
     Layers that are stacked are taken for stacked on axis 1, as T5X stacks them. Heads stay split.
     """
-    layout = find_layout(_parameter_leaves(leaves))
+    layout = find_layout(parameter_leaves(leaves))
     if layout.is_scanned and "maxtext" not in layout.kind:
         subblocks = layout.subblocks if "subblocks" in layout.kind else None
         return pack_function("t5_unscanned_to_scanned")(scan_axis=1, subblocks=subblocks).inverse()
@@ -120,93 +130,20 @@ def _wanted_names(target: Mapping[str, Any]) -> set[str]:
     return {name for name, leaf in target.items() if leaf is not None and leaf is not ...}
 
 
-def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack:
-    """Finds the pack for names that differ.
+def layouts_of(source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Layout, Layout]:
+    """Finds the layouts of two trees."""
+    return find_layout(parameter_leaves(source)), find_layout(parameter_leaves(target))
 
-    Raises:
-      RestorePlanError: there is none.
-    """
-    pack = _pack_between(_parameter_leaves(source), _parameter_leaves(target), seen, wanted)
+
+def _find_names(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack | None:
+    """Finds the pack for names that differ."""
+    pack = _pack_between(parameter_leaves(source), parameter_leaves(target), seen, wanted)
     if pack is None and "unknown" in (seen.kind, wanted.kind):
         # The prefix may be all that differs.
         renaming = _same_layout(source, target)
         if renaming.steps and _wanted_names(target) <= renaming.apply(source, target, Diagnostics()).keys():
             return renaming
-    other_depth = None if pack is not None else _other_depth(source, target, seen, wanted)
-    if other_depth is not None:
-        raise RestorePlanError([other_depth])
-    if pack is None:
-        _raise_refusal(source, target, seen)
-        message = f"no rule pack leads from {_layout_text(seen, source)} to {_layout_text(wanted, target)}"
-        if "unknown" not in (seen.kind, wanted.kind):
-            message += f": {_why_not(seen, wanted)}"
-        fix = "write AssignmentMap, Rename or StackLayers rules by hand"
-        raise RestorePlanError([Problem("rule", None, message, Fix(fix))])
-    return pack if pack.steps else _same_layout(source, target)
-
-
-def _raise_refusal(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout) -> None:
-    """Raises where the first pack of the way refuses the whole source; the fixes lead on to the target.
-
-    Raises:
-      RestorePlanError: it does.
-    """
-    notes = Diagnostics()
-    first = pack_to_t5x(seen.kind)
-    if first is not None:
-        first.apply(views_or_zeros(_parameter_leaves(source)), {}, notes)
-    for problem in notes.problems:
-        if problem.kind == "rule":
-            ways = [_led_on(way, source, target) for way in (problem.fix.ways if problem.fix else ())]
-            fix = Fix.any_of(*ways) if ways else None
-            raise RestorePlanError([dataclasses.replace(problem, fix=fix)])
-
-
-def _led_on(fix: Fix, source: Mapping[str, Any], target: Mapping[str, Any]) -> Fix:
-    """Returns a fix that keeps one model of several with all that leads from that to the target."""
-    keep, *_ = fix.arguments.get("transforms", (None,))
-    if not isinstance(keep, Keep):
-        return fix
-    with contextlib.suppress(RestorePlanError):
-        pack = infer(keep.apply(source, {}, Diagnostics()), target)
-        return Fix.setting(fix.words, transforms=(keep, *pack.parts))
-    return fix
-
-
-def _why_not(seen: Layout, wanted: Layout) -> str:
-    """Explains why no pack leads from one known layout to another."""
-    if shortest_path(seen.kind, wanted.kind) is None:
-        return f"{wanted.kind} has no way back: mesh_tf_to_t5x() has no inverse"
-    return "no leaf's shape, or not the same depth, fits on both sides"
-
-
-def _other_depth(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> Problem | None:
-    """Returns the problem of layers of which one side has more, where only that is between two known layouts."""
-    pack = pack_to_t5x(seen.kind)
-    first = () if pack is None else (pack,)
-    layout = seen if pack is None else _layout_after(pack, _parameter_leaves(source))
-    if pack_to_t5x(wanted.kind) is not None or layout.is_scanned == wanted.is_scanned:
-        return None
-    scanned, unrolled = (wanted, layout) if wanted.is_scanned else (layout, wanted)
-    axis, stacked = next(iter(stacked_depths(scanned, unrolled).items()), (0, dict[str, int]()))
-    old, new = (layout.depths, stacked) if wanted.is_scanned else (stacked, wanted.depths)
-    towers = [tower for tower in sorted(stacked) if tower in unrolled.depths and old[tower] != new[tower]]
-    deeper = dataclasses.replace(unrolled, depths=stacked)
-    packs = _between(deeper, wanted) if wanted.is_scanned else _between(layout, deeper)
-    if not towers or packs is None:
-        return None
-    text = "; its ".join(f"{tower} has {old[tower]} layers, {new[tower]} are wanted" for tower in towers)
-    where = r"layers_(\d+)" if wanted.is_scanned else None
-    transforms: list[Transform] = [
-        RepeatLayers(f"(?:.*/)?{tower}/{where or tower}/.*", new[tower], axis=None if where else axis)
-        for tower in towers
-    ]
-    if all(any(map(_OPTIMIZER.fullmatch, side)) for side in (source, target)):
-        transforms = [FollowOptimizer(transform) for transform in transforms]
-    fix = Fix.setting("pass {}", transforms=(*first, *transforms, *packs))
-    return Problem(
-        "shape", None, f"the checkpoint's {text}; RepeatLayers makes layer i a copy of layer i * old // new", fix
-    )
+    return pack if pack is None or pack.steps else _same_layout(source, target)
 
 
 def _same_layout(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
@@ -237,15 +174,6 @@ def without_place(names: Iterable[str], target: Mapping[str, Any]) -> tuple[str,
     return tuple(patterns)
 
 
-def _layout_text(layout: Layout, leaves: Mapping[str, Any]) -> str:
-    pack = pack_to_t5x(layout.kind)
-    if pack is not None:
-        return f"{layout.kind} ({_layout_after(pack, leaves)})"
-    if layout.mixed:
-        return f"names of several layouts ({' and '.join(layout.mixed)})"
-    return str(layout) if layout.kind != "unknown" else f"unknown names (such as {sorted(leaves)[:2]})"
-
-
 def _pack_between(
     source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout
 ) -> RulePack | None:
@@ -258,9 +186,9 @@ def _pack_between(
         return None
     if any(step.edge.arguments for step in path):
         first, last = (pack_to_t5x(layout.kind) for layout in (seen, wanted))
-        between = _between(
-            seen if first is None else _layout_after(first, source),
-            wanted if last is None else _layout_after(last, target),
+        between = packs_between(
+            seen if first is None else layout_after(first, source),
+            wanted if last is None else layout_after(last, target),
         )
         if between is None:
             return None
@@ -285,11 +213,11 @@ def _pack_parts(pack: RulePack | None) -> list[RulePack]:
     return [] if pack is None else [part for part in pack.parts if isinstance(part, RulePack)]
 
 
-def _layout_after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
+def layout_after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
     """Returns the layout that a pack makes of a source."""
     notes = Diagnostics()
     mapped = pack.apply(views_or_zeros(source), {}, notes)
-    return find_layout(_parameter_leaves({name: leaf for name, leaf in mapped.items() if name not in notes.explained}))
+    return find_layout(parameter_leaves({name: leaf for name, leaf in mapped.items() if name not in notes.explained}))
 
 
 def views_or_zeros(leaves: Mapping[str, Any]) -> dict[str, View]:

@@ -14,14 +14,17 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from orbax_t5x import on_demand
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.follow.slots import SlotNames, SlotTree
 from orbax_t5x.transforms.names import Rename
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
 from orbax_t5x.trees.narrow import is_mapping
+
+# Most prefixes change without an optimizer.
+_follow_optimizer = on_demand.function("orbax_t5x.transforms.follow.optimizer", "FollowOptimizer")
 
 
 class _StateNames(NamedTuple):
@@ -126,7 +129,7 @@ class PrefixChange:
         """Returns the equivalent transforms for a tree of these names."""
         pattern = f"{re.escape(self.old)}(.*)" if self.old else f"({_OF_A_MODEL.pattern})"
         rename = Rename(((pattern, self.new.replace("\\", r"\\") + r"\1"),))
-        return (FollowOptimizer(rename),) if self.slots(names) else (rename,)
+        return (_follow_optimizer(rename),) if self.slots(names) else (rename,)
 
 
 def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixChange | None:

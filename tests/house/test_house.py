@@ -39,8 +39,6 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x.multihost.catalogue", "opened_once"): "a restore of one process receives nothing from others",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
     ("orbax_t5x.registry", "_loaded"): "entries of a table load on first use",
-    ("orbax_t5x.restoring.chains", "_mapping"): "only rules that are sought need all packs",
-    ("orbax_t5x.restoring.planner", "build_plan"): "only a plan that fails is explained: others load nothing of it",
 }
 
 
@@ -184,6 +182,14 @@ def extra_of(module: str) -> str | None:
 
 def test_the_core_imports_no_extra():
     assert [edge for edge in imports() if extra_of(edge[1]) not in (None, extra_of(edge[0]))] == []
+
+
+def test_a_restore_reaches_packs_and_diagnosis_on_demand_alone():
+    """Rules are an extra to the planner, and diagnosis is for plans that fail: `on_demand` and tables load both."""
+    floors = [edge for edge in imports() if FLOOR_OF[room_of(edge[0])] <= FLOOR_OF["restoring"]]
+    for outer in ("orbax_t5x.rules", "orbax_t5x.restoring.diagnose"):
+        found = [module for module, other in floors if other.startswith(outer)]
+        assert found and [module for module in found if not module.startswith(outer)] == []
 
 
 def test_diff_and_verify_need_no_handler():

@@ -128,6 +128,12 @@ def test_a_model_is_no_target(path):
         with pytest.raises(ot.RestorePlanError) as caught:
             ot.plan_restore(path, {"a": function})
         assert "jax.eval_shape(model.init, …)" in str(caught.value.problems[0].fix)
+    for transforms in ((), "auto"):  # nothing else is said of the target, such as that there is none
+        with pytest.raises(ot.RestorePlanError) as caught:
+            ot.plan_restore(path, flax.linen.Dense(3), transforms)
+        (problem,) = caught.value.problems
+        assert problem.message == "Dense is a model, and a target has the shapes of what it holds"
+        assert str(problem.fix) == "pass jax.eval_shape(model.init, …), with what model.init takes"
 
 
 def test_the_function_of_an_array_that_two_leaves_share_is_called_once(path):

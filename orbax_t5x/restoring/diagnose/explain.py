@@ -8,58 +8,43 @@ and then for what explains the leaves that are left.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.chains import FoundRules, OneSource
-from orbax_t5x.restoring.diagnose.bare_source import BareSource
-from orbax_t5x.restoring.diagnose.encoder_only import EncoderOnly
-from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves
-from orbax_t5x.restoring.diagnose.needless_rules import NeedlessRules
-from orbax_t5x.restoring.diagnose.no_value import NoValue
-from orbax_t5x.restoring.diagnose.other_depth import OtherDepth
-from orbax_t5x.restoring.diagnose.other_feed_forward import OtherFeedForward
-from orbax_t5x.restoring.diagnose.other_models import OtherModels
-from orbax_t5x.restoring.diagnose.other_names import OtherNames
-from orbax_t5x.restoring.diagnose.other_optimizer import OtherOptimizer
-from orbax_t5x.restoring.diagnose.other_pack import OtherPack
-from orbax_t5x.restoring.diagnose.other_prefix import OtherPrefix
-from orbax_t5x.restoring.diagnose.renamed_part import RenamedPart
-from orbax_t5x.restoring.diagnose.several_sources import SeveralSources
-from orbax_t5x.restoring.diagnose.similar_name import SimilarName
-from orbax_t5x.restoring.diagnose.single_array import SingleArray
-from orbax_t5x.restoring.diagnose.slots import model_leaves
-from orbax_t5x.restoring.diagnose.tied_logits import TiedLogits
-from orbax_t5x.restoring.diagnose.unexplained import Unexplained
-from orbax_t5x.restoring.diagnose.unread_scales import UnreadScales
+from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves, model_leaves
 from orbax_t5x.restoring.matching import Matcher
+from orbax_t5x.text.code import code_of
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 
-HYPOTHESES: tuple[Hypothesis, ...] = (
-    NeedlessRules(),
-    SeveralSources(),
-    BareSource(),
-    OtherPack(),
-    OtherPrefix(),
-    RenamedPart(),
-    OtherNames(),
-    SingleArray(),
-    NoValue(),
-    OtherOptimizer(),
-    OtherDepth(),
-    OtherFeedForward(),
-    EncoderOnly(),
-    UnreadScales(),
-    TiedLogits(),
-    SimilarName(),
-    OtherModels(),
-    Unexplained(),
+# In order: causes of many missing leaves, then of single leaves, each with the attribute of the leaves that it needs.
+HYPOTHESES = (
+    ("transforms", "other_layout", "NeedlessRules"),
+    ("sources", "several_sources", "SeveralSources"),
+    ("bare_sources", "several_sources", "BareSource"),
+    ("unfilled", "other_layout", "OtherPack"),
+    ("likes", "other_prefix", "OtherPrefix"),
+    ("likes", "renamed_part", "RenamedPart"),
+    ("missing", "other_layout", "OtherNames"),
+    ("missing", "unexplained", "SingleArray"),
+    ("missing", "unexplained", "NoValue"),
+    ("optimizer", "other_optimizer", "OtherOptimizer"),
+    ("sized", "other_depth", "OtherDepth"),
+    ("fed_forward", "other_depth", "OtherFeedForward"),
+    ("leftovers", "leftovers", "EncoderOnly"),
+    ("leftovers", "leftovers", "UnreadScales"),
+    ("leftovers", "leftovers", "TiedLogits"),
+    ("likes", "similar_name", "SimilarName"),
+    ("leftovers", "leftovers", "OtherModels"),
+    ("unexplained", "unexplained", "Unexplained"),
 )
 
 _NOTHING_MORE = Fix("")
+_is_pack = on_demand.function("orbax_t5x.rules.pack", "is_pack")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,8 +96,13 @@ class _TriedRemedy(NamedTuple):
     unfilled: int
 
 
-def explain_failure(failure: MatchFailure) -> list[Problem]:
-    """Returns everything that is wrong; the cause of most missing leaves comes first, with a fix that was tried."""
+def explain_failure(**failed: Any) -> list[Problem]:
+    """Returns everything that is wrong; the cause of most missing leaves comes first, with a fix that was tried.
+
+    Args:
+      failed: the attributes of a `MatchFailure`.
+    """
+    failure = MatchFailure(**failed)
     if failure.proposes and failure.matcher.unfilled and failure.matcher.target.kind == "tree":
         problems = _remedied(failure)
         if problems is not None:
@@ -156,7 +146,7 @@ def _best_remedy(
     unfilled = unfilled_of(matcher)
     unmatched = _unmatched(matcher, failure)
     best: _TriedRemedy | None = None
-    for remedy in (remedy for hypothesis in HYPOTHESES for remedy in hypothesis.remedies(unmatched)):
+    for remedy in (remedy for hypothesis in hypotheses(unmatched) for remedy in hypothesis.remedies(unmatched)):
         if best is not None and not best.left and remedy.reason != best.remedy.reason:
             break
         after = _match_with(remedy, matcher, failure)
@@ -172,14 +162,27 @@ def _best_remedy(
     return best
 
 
+def _hypothesis(module: str, name: str) -> Hypothesis:
+    return on_demand.function(f"orbax_t5x.restoring.diagnose.{module}", name)()
+
+
+def hypotheses(unmatched: UnmatchedLeaves) -> Iterator[Hypothesis]:
+    """Loads the hypotheses that unmatched leaves can have, in order."""
+    for needed, module, name in HYPOTHESES:
+        if getattr(unmatched, needed):
+            yield _hypothesis(module, name)
+
+
 def _matched_before(failure: MatchFailure) -> tuple[Matcher, bool]:
     """Returns the matcher to start from, and whether a remedy is added to the transforms or replaces them.
 
-    A `Translate` that knew no name at all is one that should not have been given.
+    A `Translate` or a rule pack that knew no name at all is one that should not have been given.
     """
     found = failure.matcher
-    is_translate = any(problem.kind == "translate" for problem in found.diagnostics.problems)
-    if len(failure.transforms) != 1 or not is_translate or found.state:
+    kinds = {problem.kind for problem in found.diagnostics.problems}
+    is_translate = "translate" in kinds and not found.state
+    is_pack = "unused_rule" in kinds and found.state.keys() == failure.source.keys()
+    if len(failure.transforms) != 1 or not (is_translate or (is_pack and _is_pack(failure.transforms[0]))):
         return found, True
     matcher = failure.match(failure.source, Diagnostics(problems=list(failure.before)))
     matcher.entries()
@@ -225,7 +228,7 @@ def _fix_of_remedy(remedy: Remedy, failure: MatchFailure, *, is_added: bool) -> 
     if remedy.is_instead:
         return Fix.setting("pass {}", transforms=remedy.transforms)
     if not is_added:
-        return Fix.setting("pass {} for Translate()", transforms=remedy.transforms)
+        return Fix.setting(f"pass {{}} in place of {code_of(failure.transforms[0])}", transforms=remedy.transforms)
     if remedy.is_first:
         return Fix.setting("pass {}", transforms=(*remedy.transforms, *failure.transforms))
     return _adding(remedy.transforms, failure)
@@ -274,10 +277,11 @@ def _problems(matcher: Matcher, failure: MatchFailure) -> list[Problem]:
     unmatched = _unmatched(matcher, failure)
     position = {one.name: at for at, one in enumerate(unmatched.missing)}
     found: list[Problem] = []
-    for hypothesis in HYPOTHESES:
-        explained = list(hypothesis.explanations(unmatched))
-        found += [_with_given(one.problem, failure) for one in explained]
-        unmatched = unmatched.without({name for one in explained for name in one.names})
+    for needed, module, name in HYPOTHESES:
+        if getattr(unmatched, needed):
+            explained = list(_hypothesis(module, name).explanations(unmatched))
+            found += [_with_given(one.problem, failure) for one in explained]
+            unmatched = unmatched.without({name for one in explained for name in one.names})
     # Causes of many missing leaves, then single ones in the target's order, then what is left over.
     last = len(position)
     found.sort(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,12 @@ from orbax_t5x.restoring.targets import Target
 from orbax_t5x.transforms import Transform
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+_NUMBER = re.compile(r"\d[/.]")
+SLOT_WORDS = frozenset({"m", "v", "mu", "nu", "ema", "trace", "momentum", "grad", "acc"})
+"""Optimizers keep a leaf like each parameter under a name with one of these more; it is another quantity."""
+# What the optimizer keeps, in T5X's and Flax's train states.
+_OPTIMIZER = re.compile(r"(?:.*/)?(?:param_states|opt_state)/.*")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,12 +77,38 @@ class UnmatchedLeaves:
     @functools.cached_property
     def unfilled_shapes(self) -> Shapes:
         """Shapes that the target has under the names of `unfilled`."""
-        return {name: self.target.leaves[name].shape for name in self.unfilled}
+        leaves = self.target.leaves  # empty for a target of None
+        return {name: leaves[name].shape for name in self.unfilled if name in leaves}
 
     @functools.cached_property
     def wanted(self) -> dict[str, MissingLeaf]:
         """The missing leaves whose values the checkpoint might have under another name."""
         return {one.name: one for one in self.missing if not one.is_none and not one.is_reset}
+
+    @functools.cached_property
+    def likes(self) -> bool:
+        """True if a missing leaf has the shape of a free one."""
+        return not {tuple(value.shape) for value in self.free.values()}.isdisjoint(self.unfilled_shapes.values())
+
+    @property
+    def optimizer(self) -> bool:
+        """True if leaves of an optimizer's state are missing."""
+        return any(map(is_in_optimizer_state, self.wanted))
+
+    @property
+    def unexplained(self) -> bool:
+        """True if leaves are missing or left over."""
+        return bool(self.missing or self.leftovers)
+
+    @property
+    def sized(self) -> bool:
+        """True if sizes may differ: a leaf has another shape, or names of the target have numbers."""
+        return bool(self.clashes) or (self.unexplained and any(map(_NUMBER.search, self.target.leaves)))
+
+    @property
+    def fed_forward(self) -> bool:
+        """True if leaves of feed-forward layers are missing."""
+        return any("/mlp/wi" in name for name in self.wanted)
 
     def without(self, names: Collection[str]) -> UnmatchedLeaves:
         """Returns the unmatched leaves without leaves that are explained."""
@@ -125,3 +158,18 @@ class Hypothesis:
 def as_template(text: str) -> str:
     """Escapes text for the replacement of a rule."""
     return text.replace("\\", "\\\\")
+
+
+def is_in_optimizer_state(name: str) -> bool:
+    """Returns True if a name is in the optimizer's state of a train state."""
+    return _OPTIMIZER.fullmatch(name) is not None
+
+
+def is_slot(name: str) -> bool:
+    """Returns True if a name is that of an optimizer's slot or of an average of a parameter."""
+    return is_in_optimizer_state(name) or not SLOT_WORDS.isdisjoint(name.split("/"))
+
+
+def model_leaves(names: Collection[str]) -> list[str]:
+    """Returns the names that belong to no optimizer's state; all of them where only such are given."""
+    return [name for name in names if not is_in_optimizer_state(name)] or list(names)

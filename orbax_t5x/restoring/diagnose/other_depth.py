@@ -1,4 +1,4 @@
-"""Hypothesis: the target's model has another number of layers than the checkpoint's.
+"""Hypotheses on the sizes of the model: it has another number of layers, or other feed-forward layers.
 
 Layers have numbers in their names, or one dimension of several leaves counts them. `RepeatLayers` is proposed only
 where the names say that these are layers, and all leaves of a layer have the same shapes on both sides.
@@ -12,13 +12,13 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Shapes, UnmatchedLeaves
-from orbax_t5x.restoring.diagnose.slots import is_slot
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Shapes, UnmatchedLeaves, is_slot
 from orbax_t5x.restoring.diagnose.unexplained import LEAVE_UNREAD
 from orbax_t5x.restoring.stacked_names import is_layer_word, stacked_part
 from orbax_t5x.text.wording import counted, leaves_text
-from orbax_t5x.transforms import FollowOptimizer, RepeatLayers, Transform
+from orbax_t5x.transforms import Transform
 
 _NUMBER = re.compile(r"(?<!\d)\d+(?=[/.])")
 _CUT = re.compile(r"[/.]")
@@ -30,6 +30,10 @@ _NO_LAYERS = re.compile(r"(?i).*(?:expert|head)s?")
 _BUILD = Fix.by_target("build the model with the checkpoint's number of layers")
 _OF_LAYERS = Fix("where these are layers, ot.transforms.RepeatLayers makes other depths of them")
 _FILL = Fix.setting("give {} values for the others", fallback=...)
+
+_FEED_FORWARD = re.compile(r"(?P<layer>.*)/mlp/wi(?P<gate>|_0|_1)/kernel")
+_GATED = ("gated (mlp/wi_0, mlp/wi_1)", "('gelu', 'linear')")
+_PLAIN = ("not gated (mlp/wi)", "('relu',)")
 
 
 class _Tower(NamedTuple):
@@ -90,6 +94,23 @@ class OtherDepth(Hypothesis):
         yield from _widths(unmatched, counting)
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherFeedForward(Hypothesis):
+    """T5X's `mlp/wi` against `mlp/wi_0` and `mlp/wi_1`, layer by layer."""
+
+    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+        matches = filter(None, map(_FEED_FORWARD.fullmatch, unmatched.stored))
+        gated = {match["layer"]: bool(match["gate"]) for match in matches}
+        for name in unmatched.wanted:
+            match = _FEED_FORWARD.fullmatch(name)
+            if match is None or gated.get(match["layer"], bool(match["gate"])) == bool(match["gate"]):
+                continue
+            (theirs, activations), (ours, _) = (_PLAIN, _GATED) if match["gate"] else (_GATED, _PLAIN)
+            message = f"the checkpoint's feed-forward layers are {theirs}, and the target's are {ours}"
+            fix = Fix.by_target(f"build the model as the checkpoint's was (T5X: mlp_activations={activations})")
+            yield Explanation(Problem("missing", None, message, fix), (name,))
+
+
 def _explained(towers: Sequence[_Tower], unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     """Yields the one problem of towers that differ alike."""
     _, old, new, is_named, is_certain, axis = towers[0]
@@ -124,8 +145,8 @@ def _repeating(towers: Sequence[_Tower], *, follows: bool) -> Transform:
     patterns = [re.escape(tower.before) for tower in towers]
     pattern = patterns[0] if len(patterns) == 1 else f"(?:{'|'.join(patterns)})"
     axis, new = towers[0].axis, towers[0].new
-    repeat = RepeatLayers(pattern + (r"(\d+)[/.].*" if axis is None else ".*"), new, axis=axis)
-    return FollowOptimizer(repeat) if follows else repeat
+    repeat = transforms.RepeatLayers(pattern + (r"(\d+)[/.].*" if axis is None else ".*"), new, axis=axis)
+    return transforms.FollowOptimizer(repeat) if follows else repeat
 
 
 # -- layers with numbers

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
-from orbax_t5x.restoring.diagnose.slots import is_in_optimizer_state
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves, is_in_optimizer_state
 from orbax_t5x.restoring.diagnose.unexplained import give_values
 from orbax_t5x.text.wording import leaves_text
 from orbax_t5x.transforms import AdafactorSlots

@@ -6,8 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, Shapes, UnmatchedLeaves, as_template
-from orbax_t5x.restoring.diagnose.slots import is_slot
+from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, Shapes, UnmatchedLeaves, as_template, is_slot
 from orbax_t5x.restoring.stacked_names import is_layer_word
 from orbax_t5x.transforms import AssignmentMap, Rename
 

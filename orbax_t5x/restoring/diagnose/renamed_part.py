@@ -6,9 +6,15 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterator
 
-from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves, as_template
-from orbax_t5x.restoring.diagnose.slots import SLOT_WORDS, model_leaves
-from orbax_t5x.rules.alignment.moves import moves_between
+from orbax_t5x import on_demand
+from orbax_t5x.restoring.diagnose.hypothesis import (
+    SLOT_WORDS,
+    Hypothesis,
+    Remedy,
+    UnmatchedLeaves,
+    as_template,
+    model_leaves,
+)
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms import AssignmentMap, Rename
 
@@ -23,6 +29,7 @@ _LAYER_WORDS = frozenset({"layer", "layers", "block", "blocks", "h"})
 _SHOWN_PARTS = 3
 # In place of a number that is the same on both sides.
 _NUMBER = "#"
+_moves_between = on_demand.function("orbax_t5x.rules.alignment.moves", "moves_between")
 
 Parts = tuple[str, str]
 """A part of names in a checkpoint, and the part in its place in a target, with `#` for a number that both have."""
@@ -59,7 +66,7 @@ def _renamed_parts(unmatched: UnmatchedLeaves, missing: Collection[str]) -> tupl
     """Returns the pairs of parts that give every missing leaf a free one; none where names differ in something else."""
     free = {name: unmatched.free[name] for name in model_leaves(unmatched.free)}
     wanted = {name: unmatched.target.leaves[name] for name in missing}
-    moves = moves_between(free, wanted, may_contradict=True)
+    moves = _moves_between(free, wanted, may_contradict=True)
     found: dict[Parts, None] = {}
     for move in moves.values():
         pairs = None if moves.open or move.axis is not None else _differing_parts(move.sources[0], move.targets[0])

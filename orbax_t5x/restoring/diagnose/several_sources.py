@@ -1,4 +1,4 @@
-"""Hypothesis: each of several sources has leaves of the target below its own name, and nothing combines them."""
+"""Hypotheses on several sources: nothing combines them, or transforms of their own are missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves
-from orbax_t5x.restoring.diagnose.other_pack import pack_remedy
+from orbax_t5x.restoring.diagnose.other_layout import pack_remedy
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.transforms import Average, Overlay, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -75,3 +75,17 @@ def _filled_names(leaves: Mapping[str, Any], unmatched: UnmatchedLeaves) -> set[
     """Returns the unfilled names of the target for which there is a leaf of their shape."""
     shapes = unmatched.unfilled_shapes
     return {name for name, leaf in leaves.items() if name in shapes and tuple(leaf.shape) == shapes[name]}
+
+
+@dataclasses.dataclass(frozen=True)
+class BareSource(Hypothesis):
+    """A pack that leads from the names of one source to those of the target below the source's name."""
+
+    def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+        for source, leaves in unmatched.bare_sources.items():
+            found = pack_remedy(leaves, OneSource(source, ()).target_below(unmatched.target.original))
+            if found is not None:
+                advice = (
+                    f"give the source its transforms: {{{source!r}: ot.Source(path, [{calls_code(found.transforms)}])}}"
+                )
+                yield Remedy(found.transforms, f"of the source {source!r}, {found.reason}", advice, source)

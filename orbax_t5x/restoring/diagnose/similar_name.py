@@ -14,8 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves, as_template
-from orbax_t5x.restoring.diagnose.slots import SLOT_WORDS
+from orbax_t5x.restoring.diagnose.hypothesis import SLOT_WORDS, Explanation, Hypothesis, UnmatchedLeaves, as_template
 from orbax_t5x.transforms import AssignmentMap
 
 # A run of capitals or small letters, one capital before small ones, or a number: `mlpBlock_03` is mlp, block, 03.

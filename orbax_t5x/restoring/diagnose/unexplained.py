@@ -1,17 +1,21 @@
-"""Problems of leaves that no other hypothesis explains: one per missing leaf, and one for all leftovers."""
+"""Hypotheses on single leaves: no value on purpose, an array without a name, and leaves that nothing explains."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
+from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
-from orbax_t5x.restoring.diagnose.single_array import NO_NAME
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves, as_template
 from orbax_t5x.restoring.target_leaf import MissingLeaf
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 
+_NONE = "the checkpoint has None there: that part of the state was not in use when it was saved"
+_RESET = "the optimizer's state of this parameter has no counterpart in the new layout and is reset"
+NO_NAME = "a single array, which has no name"
 # Names shown for a missing leaf, and missing leaves for which they are looked up: each look-up scans all names.
 _CLOSEST = 3
 _LOOKUPS = 20
@@ -35,6 +39,37 @@ _LET_FILL = Fix.any_of(
 def give_values(one: MissingLeaf) -> Fix:
     """Returns the advice for a leaf without a value in the checkpoint."""
     return _LET_FILL if one.is_barred else _GIVE_VALUES
+
+
+@dataclasses.dataclass(frozen=True)
+class NoValue(Hypothesis):
+    """A leaf that the checkpoint knows and has no value of."""
+
+    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+        for one in unmatched.missing:
+            if one.is_none:
+                fix = Fix.any_of(
+                    Fix.by_target("put None in the target there"), Fix.setting("give {} values", fallback=...)
+                )
+                yield Explanation(Problem("missing", one.name, _NONE, fix), (one.name,))
+            elif one.is_reset:
+                yield Explanation(Problem("missing", one.name, _RESET, give_values(one)), (one.name,))
+
+
+@dataclasses.dataclass(frozen=True)
+class SingleArray(Hypothesis):
+    """An array without a container, as the target or as the checkpoint."""
+
+    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+        if "" not in unmatched.wanted and (not unmatched.wanted or list(unmatched.arrays) != [""]):
+            return
+        arrays = [(name, tuple(array.shape), str(array.dtype)) for name, array in unmatched.arrays.items()]
+        for name, missing in unmatched.wanted.items():
+            message = f"the checkpoint has no such leaf: the {'checkpoint' if name else 'target'} is {NO_NAME}"
+            fix = Fix.by_target("pass the target's leaf by itself" if name else "name the target's leaf, {name: leaf}")
+            if [array[1:] for array in arrays] == [(missing.leaf.shape, str(missing.leaf.dtype))]:
+                fix = Fix.adding(transforms.AssignmentMap(((re.escape(name), as_template(arrays[0][0])),)))
+            yield Explanation(Problem("missing", name, message, fix), (name,))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ import importlib.abc, sys
 
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.startswith("orbax_t5x.restoring.diagnose"):
+        if name.startswith(("orbax_t5x.restoring.diagnose", "orbax_t5x.rules")):
             raise ImportError(f"a restore that succeeds loads {name}")
 
 sys.meta_path.insert(0, Refuse())
@@ -41,6 +41,11 @@ import orbax_t5x as ot
 everything = ot.restore(sys.argv[1], None)
 again = ot.restore(sys.argv[1], everything, strict=True)
 assert again.keys() == everything.keys()
+some = {"target": everything["target"]}
+def function(state, target, *, is_resuming=False):
+    return state
+transforms = [ot.transforms.Rename(((r"(target/.*)", r"\\1"),)), function]
+assert ot.restore(sys.argv[1], some, transforms, strict=False).keys() == some.keys()
 try:
     ot.plan_restore(sys.argv[1], {"other": np.zeros(2)})
 except ImportError as error:
@@ -89,3 +94,29 @@ def test_a_shapes_fix_keeps_the_rules_of_the_call(given):
     assert set(fallback.arguments) >= {"fallback"}
     plan = ot.plan_restore(HF, unflatten(target), applied(zeros, transforms))
     assert {entry.action for entry in plan.entries} == {"read"} and not plan.unused
+
+
+_MISSPELT = """
+import sys
+import numpy as np
+import orbax_t5x as ot
+
+arrays = {f"encoder/layers_{i}/attention/kernel": np.ones((2, 3 + i), np.float32) for i in range(3)}
+np.savez(sys.argv[1], **arrays)
+target = {name.replace("layers_1/attention", "layers_1/atention"): array for name, array in arrays.items()}
+try:
+    ot.restore(sys.argv[1], target)
+except ot.RestorePlanError as error:
+    assert "AssignmentMap" in str(error), error
+print(*[name for name in sys.modules if name.startswith(("orbax_t5x.rules.", "orbax_t5x.transforms.follow."))])
+"""
+
+
+def test_a_misspelt_name_is_explained_without_packs_and_alignment(tmp_path):
+    """Each hypothesis is loaded where the leaves have what it needs, and so are the packs."""
+    command = [sys.executable, "-c", _MISSPELT, tmp_path / "model.npz"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    loaded = {name.removeprefix("orbax_t5x.") for name in done.stdout.split()}
+    table = {f"rules.{name}" for name in ("graph", "inference", "layouts", "pack")}
+    assert loaded == table | {"transforms.follow.slots"}

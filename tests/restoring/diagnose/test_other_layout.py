@@ -8,7 +8,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x import rules
-from orbax_t5x.restoring.diagnose.other_pack import OtherPack
+from orbax_t5x.restoring.diagnose.other_layout import OtherPack
 from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.trees.flat import flatten, unflatten
@@ -132,7 +132,7 @@ def test_a_pack_is_proposed_in_place_of_translate():
     """Names of Hugging Face, and the transform for Mesh TensorFlow's."""
     target = parameters(HF_CONFIG)
     (problem,) = problems_of(HF, target, [ot.transforms.Translate()])
-    assert str(problem.fix) == "pass transforms=[ot.rules.hf_t5_to_t5x()] for Translate()"
+    assert str(problem.fix) == "pass transforms=[ot.rules.hf_t5_to_t5x()] in place of ot.transforms.Translate()"
     assert ot.plan_restore(HF, target, applied(problem.fix)).unused == ()
 
 
@@ -186,3 +186,13 @@ def test_a_pack_goes_before_rules_that_are_written_for_its_names():
 def test_a_pack_that_functions_of_the_caller_may_need_follows_them():
     (problem,) = problems_of(HF, unflatten(parameters(HF_CONFIG)), [lambda state, target: state])
     assert str(problem.fix).startswith("pass transforms=[*transforms, ot.rules.hf_t5_to_t5x()")
+
+
+def test_a_pack_that_knows_no_name_is_replaced():
+    """Added after it, the right rules would leave its problem."""
+    plan = ot.plan_restore(BUNDLE, None, [ot.transforms.Translate()])
+    leaves = {entry.name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in plan.entries}
+    target = unflatten({name: leaf for name, leaf in leaves.items() if name.startswith("target/")})
+    (problem,) = problems_of(BUNDLE, target, [ot.rules.hf_t5_to_t5x()])
+    assert str(problem.fix).endswith(" in place of ot.rules.hf_t5_to_t5x()")
+    assert not ot.plan_restore(BUNDLE, target, problem.fix.arguments["transforms"]).unused

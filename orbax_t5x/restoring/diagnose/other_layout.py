@@ -1,4 +1,4 @@
-"""Hypothesis: the names are another layout's, and a rule pack or `Translate` leads from the one to the other."""
+"""Hypotheses on the layout: no rules, other rules, or a rule pack leads from the checkpoint's names to the target's."""
 
 from __future__ import annotations
 
@@ -6,17 +6,33 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from orbax_t5x import on_demand, transforms
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
-from orbax_t5x.rules import infer, mesh_tf_to_t5x
-from orbax_t5x.rules.finding import find_rules
-from orbax_t5x.rules.graph import pack_to_t5x
-from orbax_t5x.rules.layouts import find_layout
 from orbax_t5x.text.wording import counted
-from orbax_t5x.transforms import Drop, FollowOptimizer, Rename, Transform, Translate
+from orbax_t5x.transforms import Transform
 
 _MESH_TF = "the checkpoint's names are Mesh TensorFlow's"
+# Leaves of a model that is aligned; fewer are explained one by one.
+_LEAST_ALIGNED = 8
+_LET_AUTO_FIND = 'if the two are one model, pass transforms="auto" (on the command line: --rules auto)'
+_find_layout = on_demand.function("orbax_t5x.rules.layouts", "find_layout")
+_find_rules = on_demand.function("orbax_t5x.rules.finding", "find_rules")
+_find_pack = on_demand.function("orbax_t5x.rules.inference", "find_pack")
+_pack_function = on_demand.function("orbax_t5x.rules.graph", "pack_function")
+_pack_to_t5x = on_demand.function("orbax_t5x.rules.graph", "pack_to_t5x")
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedlessRules(Hypothesis):
+    """Transforms that take away the names of the target, such as `Translate` for a target in the bundle's own names."""
+
+    def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+        if unmatched.transforms and any(name in unmatched.source for name in unmatched.unfilled):
+            yield Remedy(
+                (), "the target has the names of the checkpoint as they are without the transforms", is_instead=True
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +44,7 @@ class OtherPack(Hypothesis):
         if remedy is not None:
             yield remedy
         elif _is_untranslated(unmatched):
-            yield Remedy((Translate(),), _MESH_TF)
+            yield Remedy((transforms.Translate(),), _MESH_TF)
         # The rules of the call may be written for the names that a pack makes.
         if unmatched.transforms and all(map(_is_rule, unmatched.transforms)):
             first = pack_remedy(unmatched.source, unmatched.target.original)
@@ -42,7 +58,7 @@ class OtherPack(Hypothesis):
             message = (
                 f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
             )
-            yield Explanation(Problem("missing", None, message, Fix.adding(Translate())), ())
+            yield Explanation(Problem("missing", None, message, Fix.adding(transforms.Translate())), ())
 
 
 def _is_rule(transform: Any) -> bool:
@@ -51,9 +67,8 @@ def _is_rule(transform: Any) -> bool:
 
 def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
     """Returns the pack that leads from the names of stored leaves to those of a target, or None."""
-    try:
-        pack = infer(stored, target)
-    except RestorePlanError:
+    pack = _find_pack(stored, target)
+    if pack is None:
         return _aligned_pack(stored, target)
     if not pack.steps:
         return None
@@ -64,26 +79,30 @@ def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy 
 
 
 def _is_prefix_rule(part: Transform) -> bool:
-    moved = part.transform if isinstance(part, FollowOptimizer) else part
-    return isinstance(moved, (Rename, Drop))
+    moved = part.transform if isinstance(part, transforms.FollowOptimizer) else part
+    return isinstance(moved, (transforms.Rename, transforms.Drop))
 
 
 def _with_translate(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
     """Returns the parts with the pack for Mesh TensorFlow's names under its other name."""
-    return tuple([Translate() if part == mesh_tf_to_t5x() else part for part in parts])
+    return tuple([transforms.Translate() if _is_translation(part) else part for part in parts])
+
+
+def _is_translation(part: Transform) -> bool:
+    return part == _pack_function("mesh_tf_to_t5x")()
 
 
 def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
     """Returns a pack from known names and what aligns its result with a target that calls the same model otherwise."""
-    kind = find_layout(stored).kind
-    if pack_to_t5x(kind) is None:
+    kind = _find_layout(stored).kind
+    if len(target) < _LEAST_ALIGNED or _pack_to_t5x(kind) is None:
         return None
     try:
-        found = find_rules(stored, target)
+        found = _find_rules(stored, target)
     except RestorePlanError:
         return None
-    others = [part for part in found.parts if part != mesh_tf_to_t5x() and not isinstance(part, Drop)]
-    if kind == "mesh tf" and not (found.is_whole and others and mesh_tf_to_t5x() in found.parts):
+    others = [part for part in found.parts if not _is_translation(part) and not isinstance(part, transforms.Drop)]
+    if kind == "mesh tf" and not (found.is_whole and others and any(map(_is_translation, found.parts))):
         return None  # `Translate` by itself leads from those names to a part of a model, too
     return Remedy(
         _with_translate(found.parts), "a rule pack leads to a model that has other words for some parts of the names"
@@ -91,5 +110,21 @@ def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remed
 
 
 def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:
-    has_translate = any(isinstance(transform, Translate) for transform in unmatched.transforms)
-    return not has_translate and find_layout(unmatched.stored).kind == "mesh tf"
+    has_translate = any(isinstance(transform, transforms.Translate) for transform in unmatched.transforms)
+    return not has_translate and _find_layout(unmatched.stored).kind == "mesh tf"
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherNames(Hypothesis):
+    """Rules that `"auto"` would find for the whole model: advice, since names alone do not show that they are right."""
+
+    def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+        if unmatched.transforms or len(unmatched.missing) < _LEAST_ALIGNED:
+            return
+        try:
+            found = _find_rules(unmatched.arrays, unmatched.target.original)
+        except RestorePlanError:
+            return
+        if found.is_whole:
+            reason = "the names differ, and shapes, structure and words give each one reading"
+            yield Remedy(found.parts, reason, _LET_AUTO_FIND)
