@@ -6,6 +6,7 @@ import errno
 import os
 import re
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -14,7 +15,8 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.storage.remote.request_errors import is_ignored_range, remote_error
+
+_typed_remote = on_demand.function("orbax_t5x.storage.remote.request_errors", "typed_remote_error")
 
 # Where TensorStore's message goes on with the whole spec and other payloads, which add nothing to the error.
 _PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
@@ -41,7 +43,7 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
     status = match["status"] if match else ""
     message = f"{doing}: {text[match.end() if match else 0 :]}"
     if is_remote:
-        return _typed_remote(error, status, message, path, leaf)
+        return _typed_remote(error, doing, path=path, leaf=leaf)
     if not os.path.isdir(path):
         return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)
     if (number := os_error_number(error)) is not None:
@@ -53,14 +55,4 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
         return UnsafeCheckpointError(message, path=path, leaf=leaf)
     if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
         return UnsupportedCheckpointError(message, path=path, leaf=leaf)
-    return CorruptCheckpointError(message, path=path, leaf=leaf)
-
-
-def _typed_remote(error: BaseException, status: str, message: str, path: str, leaf: str | None) -> CheckpointError:
-    """Types a failure of a remote store; a missing chunk or table is damage, in every store."""
-    if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
-        return UnsupportedCheckpointError(message, path=path, leaf=leaf)
-    if status in _IO_STATUSES or "HTTP code" in message or is_ignored_range(error):
-        doing = message.partition(": ")[0]
-        return remote_error(error, doing, path=path, leaf=leaf)
     return CorruptCheckpointError(message, path=path, leaf=leaf)

@@ -38,6 +38,9 @@ FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | getatt
 _UPWARDS = re.compile(r"(\.|%2e)(\.|%2e)", re.IGNORECASE)
 _HUB_BLOB = re.compile(r"(?P<cache>.*/models--[^/]+)/blobs/(?P<blob>[0-9a-f]{40}|[0-9a-f]{64})")
 _HUB_SNAPSHOT = re.compile(r"(?P<cache>.*/models--[^/]+)/snapshots(/.*)?")
+_HUB_FILE = re.compile(
+    r".*/models--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?P<file>/.*)?", re.ASCII
+)
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -52,6 +55,12 @@ def url_scheme(path: str) -> str | None:
     """Returns the scheme of a path that is a URL (`gs`, `s3`, `https`), in lower case; None for a local path."""
     match = _URL.match(path)
     return match["scheme"].lower() if match else None
+
+
+def shared_path(path: str) -> str:
+    """Returns a path as every host of a job has it: of files in the hub's cache their URL on the hub."""
+    match = _HUB_FILE.fullmatch(path)
+    return path if match is None else f"hf://{match['org']}/{match['name']}@{match['commit']}{match['file'] or ''}"
 
 
 def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -> list[str]:

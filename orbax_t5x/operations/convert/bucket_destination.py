@@ -37,9 +37,9 @@ from orbax_t5x.readers.orbax.steps import COMMIT_FILE
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.opening import opening
+from orbax_t5x.storage.paths import url_scheme
+from orbax_t5x.storage.remote.buckets import GS, S3, open_kvstore
 from orbax_t5x.storage.remote.request_errors import remote_error
-from orbax_t5x.storage.remote.transport import REQUEST_SETTINGS
-from orbax_t5x.storage.remote.urls import kvstore_spec, parse_url, plain_url
 
 _logger = logging.getLogger(__name__)
 
@@ -71,14 +71,15 @@ class BucketDestination(Destination):
     is_shared = False
 
     def __init__(self, url: str):
-        parsed = parse_url(plain_url(url))
+        scheme = GS if url_scheme(url) == "gs" else S3
+        parsed = scheme.parse(scheme.find(url))
         if not parsed.key:
             raise UnsupportedCheckpointError("a whole bucket is not written; name a directory in it", path=url)
         self.name: str = f"{parsed.base}/{parsed.key}"
         self.target: Path = staging_directory(self.name)
         self._limit = MEMORY_LIMIT_BYTES
         self._is_published = False
-        self._bucket = ts.KvStore.open(kvstore_spec(parsed.base), context=ts.Context(REQUEST_SETTINGS)).result()
+        self._bucket = open_kvstore(parsed.base)
         self._key = parsed.key
         parent, slash, last = parsed.key.rpartition("/")
         self._marker_key = f"{parent}{slash}.{last}{WORK_SUFFIX}"

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from orbax_t5x.errors import CheckpointNotFoundError
 from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.opening import opening
-from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.remote import hub
+from orbax_t5x.storage.schemes import scheme_of
 
 COMPANIONS = (
     "config.json",
@@ -30,7 +29,8 @@ def read_companions(path: str) -> Mapping[str, bytes]:
       CheckpointNotFoundError: there is none.
       CheckpointError: they cannot be read, or are larger than such files are.
     """
-    directory = hub.download_files(path, COMPANIONS) if url_scheme(path) == hub.SCHEME else path
+    scheme = scheme_of(path)
+    directory = path if scheme is None or scheme.download is None else scheme.download(path, COMPANIONS)
     with opening():
         store = files_at(directory)
         names = [name for name, is_there in zip(COMPANIONS, store.has_files(COMPANIONS), strict=True) if is_there]

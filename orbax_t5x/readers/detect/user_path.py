@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 
 from orbax_t5x.errors import CheckpointNotFoundError, for_caller
-from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.remote import hub
-from orbax_t5x.storage.remote.hub_location import locate
-from orbax_t5x.storage.remote.urls import plain_url
+from orbax_t5x.storage.schemes import scheme_of
 from orbax_t5x.text.masked import masked
 
 
@@ -29,9 +26,8 @@ def path_text(path: str | os.PathLike[str]) -> str:
         raise CheckpointNotFoundError("the path is empty; '.' is the working directory")
     if "\0" in text:
         raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
-    if (scheme := url_scheme(text)) is not None:
-        return locate(f"{scheme}://{text.partition('://')[2]}") if scheme == hub.SCHEME else plain_url(text)
-    return os.path.expanduser(text)
+    scheme = scheme_of(text)
+    return os.path.expanduser(text) if scheme is None else scheme.find(text)
 
 
 def check_item(item: object) -> None:

@@ -1,6 +1,6 @@
 """One server or bucket: stats, reads of byte ranges and lists, each with a deadline and a bound.
 
-Its transport (`WebServer`, or TensorStore for a `Bucket`) retries what may pass (429, 5xx, broken connections) and
+Its transport (that of its scheme) retries what may pass (429, 5xx, broken connections) and
 proves the length of every answer; it follows no redirect. A connection adds a deadline, typed errors, and a cache for
 one opening, so that detection and reader see the same files and nothing is requested twice.
 """
@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, TypeVar, cast
 
-import tensorstore as ts
-
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointIOError,
@@ -23,20 +21,10 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.storage.opening import current_opening, current_recorder
-from orbax_t5x.storage.remote import hub
-from orbax_t5x.storage.remote.hub_ranges import HubFiles
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
-from orbax_t5x.storage.remote.transport import (
-    REQUEST_SETTINGS,
-    Bucket,
-    ListedTransport,
-    PendingResponse,
-    Response,
-    Transport,
-)
-from orbax_t5x.storage.remote.urls import StoreUrl, kvstore_spec, parse_url
-from orbax_t5x.storage.remote.web_server import WebServer
+from orbax_t5x.storage.remote.transport import ListedTransport, PendingResponse, Response, Transport
 from orbax_t5x.storage.response_clock import ResponseClock
+from orbax_t5x.storage.schemes import Scheme, scheme_of
 from orbax_t5x.storage.transcript import Transcript
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange, ReadContext
 
@@ -85,17 +73,12 @@ class ReadAheadBudget:
             self._used -= size
 
 
-def _open_bucket(base: str, clock: ResponseClock) -> ListedTransport:
-    if base.startswith(f"{hub.SCHEME}://"):
-        return HubFiles(base, clock)
-    return Bucket(ts.KvStore.open(kvstore_spec(base), context=ts.Context(REQUEST_SETTINGS)).result())
-
-
 class Connection:
     """One server or bucket.
 
     Attributes:
       base: its URL.
+      scheme: of its URL.
       clock: of its answers.
       ahead: bytes requested before they are needed, by all reads of files together.
       is_bounded: see `Transport`.
@@ -103,9 +86,9 @@ class Connection:
       transcript: of the opening, where processes share it; else None.
     """
 
-    def __init__(self, url: StoreUrl, timeout: float):
-        self.base = url.base
-        self.can_list = url.can_list
+    def __init__(self, base: str, scheme: Scheme, timeout: float):
+        self.base = base
+        self.scheme = scheme
         self.clock = ResponseClock(timeout)
         self.ahead = ReadAheadBudget(_AHEAD_BYTES)
         self.refused: dict[str, ValueError] = {}
@@ -118,15 +101,12 @@ class Connection:
         recorder = current_recorder()
         self.transcript: Transcript | None = None if recorder is None else recorder.transcript
         try:
-            # Web servers, which anyone may run, are read so that no response can hold more than was asked for.
-            self._bucket = _open_bucket(url.base, self.clock) if url.can_list else None
-            self._server: Transport = self._bucket or WebServer(url.base, self.clock)
+            self._server: Transport = scheme.transport(base, self.clock)
             if recorder is not None:
-                self._server = recorder.transport(self._server, url.base)
-                self._bucket = cast("ListedTransport", self._server) if self._bucket else None
+                self._server = recorder.transport(self._server, base)
             self.is_bounded = self._server.is_bounded
         except ValueError as error:
-            raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
+            raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=base) from error
 
     def url(self, key: str) -> str:
         """Returns the URL of a key."""
@@ -291,11 +271,13 @@ class Connection:
         Raises:
           UnsupportedCheckpointError: the protocol has no lists.
         """
-        if self._bucket is None:
+        if not self.scheme.can_list:
             raise UnsupportedCheckpointError("web servers do not list their files", path=self.url(key))
         if key not in self._lists:
             prefix = f"{key}/" if key else ""
-            self._lists[key] = sorted(name[len(prefix) :] for name in self._list(key, prefix, self._bucket))
+            self._lists[key] = sorted(
+                name[len(prefix) :] for name in self._list(key, prefix, cast("ListedTransport", self._server))
+            )
             self._listed[key] = frozenset(self._lists[key])
         return self._lists[key]
 
@@ -369,8 +351,10 @@ def connect(url: str) -> RemoteLocation:
     Raises:
       UnsupportedCheckpointError: it is no URL of a store.
     """
-    parsed = parse_url(url)
-    session = current_opening()
+    scheme = scheme_of(url)
+    if scheme is None:
+        raise ValueError(f"{url!r} is no URL")
+    parsed, session = scheme.parse(url), current_opening()
     if parsed.base not in session.connections:
-        session.connections[parsed.base] = Connection(parsed, session.timeout)
+        session.connections[parsed.base] = Connection(parsed.base, scheme, session.timeout)
     return RemoteLocation(session.connections[parsed.base], parsed.key, parsed.is_directory)

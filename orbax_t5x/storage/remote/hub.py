@@ -31,9 +31,6 @@ _REVISION = r"refs/[^/]+/[^/]+|(?!refs/)[^/]+"
 _PATH = re.compile(rf"hf://(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>{_REVISION}))?(?:/(?P<file>.*))?", re.ASCII)
 _INDEX_SUFFIX = ".index.json"
 _CONFIG = "config.json"
-_SNAPSHOT = re.compile(
-    r".*/models--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?P<file>/.*)?", re.ASCII
-)
 # What a repository may hold, best first; each also in several files with an index.
 MODEL_FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
 
@@ -91,12 +88,6 @@ def hub_token() -> str | None:
 def hub_endpoint() -> str:
     """Returns the URL of the hub; read at each call, while the package reads it when it is imported."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-
-
-def shared_path(path: str) -> str:
-    """Returns a path as every host of a job has it: of files in the hub's cache their URL on the hub."""
-    match = _SNAPSHOT.fullmatch(path)
-    return path if match is None else f"hf://{match['org']}/{match['name']}@{match['commit']}{match['file'] or ''}"
 
 
 def is_cached(repository: str, commit: str, file: str) -> bool:

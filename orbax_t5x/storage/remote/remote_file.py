@@ -28,7 +28,8 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.storage.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
-from orbax_t5x.storage.remote.transport import REQUESTS_AT_ONCE, Response
+from orbax_t5x.storage.remote.transport import Response
+from orbax_t5x.storage.request_settings import REQUESTS_AT_ONCE
 from orbax_t5x.storage.transcript import Viewpoint
 from orbax_t5x.storage.values import BoundedRange
 from orbax_t5x.storage.windows import held_bytes, is_held

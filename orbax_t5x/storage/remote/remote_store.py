@@ -18,7 +18,6 @@ from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.remote.connection import FileStat, connect
 from orbax_t5x.storage.remote.remote_file import OpenState, RemoteFile
 from orbax_t5x.storage.remote.request_errors import is_denied, remote_error
-from orbax_t5x.storage.remote.urls import kvstore_spec
 from orbax_t5x.storage.remote.values import DirectoryValues
 from orbax_t5x.storage.store import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.storage.values import Values
@@ -56,7 +55,7 @@ class RemoteFiles(Files):
         """
         place = connect(url)
         self.connection = place.connection
-        self.can_list = place.connection.can_list
+        self.can_list = place.connection.scheme.can_list
         self._key = place.key
         self._is_named_directory = place.is_directory
         self.named: str = place.connection.url(place.key)
@@ -212,9 +211,10 @@ class RemoteFiles(Files):
 
     def kvstore(self, name: str) -> dict[str, Any] | Values:
         # If processes share an opening, our own requests can be shared, and TensorStore's cannot.
-        if not self.can_list or self.connection.transcript is not None:
+        kvstore = self.connection.scheme.kvstore
+        if kvstore is None or self.connection.transcript is not None:
             return DirectoryValues(self.connection, self.key(name))
-        spec = kvstore_spec(self.connection.base)
+        spec = kvstore(self.connection.base)
         return {**spec, "path": spec["path"] + self.key(name)}
 
     def entries(self, name: str) -> dict[str, bool]:

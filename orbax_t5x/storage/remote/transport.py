@@ -1,35 +1,10 @@
-"""Interface of servers and buckets that a `Connection` reads, and the buckets, which TensorStore reads."""
+"""Interface of servers and buckets that a `Connection` reads."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
-import tensorstore as ts
-
-from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.storage.values import BoundedRange
-
-MAX_RETRIES = 8
-FIRST_DELAY_SECS = 0.1
-LONGEST_DELAY_SECS = 8.0
-# Requests under way at a time. TensorStore's own limit of 32 makes a checkpoint of hundreds of small arrays wait for
-# ten round trips where two would do; servers take hundreds.
-REQUESTS_AT_ONCE = 128
-# TensorStore's own waits between retries begin at one second and grow to half a minute, for half an hour: short
-# outages would cost a full initial delay, and long ones would be waited for far too long.
-_RETRIES = {"max_retries": MAX_RETRIES, "initial_delay": f"{FIRST_DELAY_SECS}s", "max_delay": f"{LONGEST_DELAY_SECS}s"}
-_REQUESTS = {"limit": REQUESTS_AT_ONCE}
-REQUEST_SETTINGS = {
-    "s3_request_concurrency": _REQUESTS,
-    "gcs_request_concurrency": _REQUESTS,
-    "s3_request_retries": _RETRIES,
-    "gcs_request_retries": _RETRIES,
-}
-"""For the context of everything that TensorStore reads from buckets."""
-
-# Values that mean no generation: of a store without one, and of an emulator of Google's that sends it for stats and
-# not for reads.
-_NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
 
 
 class Response(NamedTuple):
@@ -105,56 +80,3 @@ class ListedTransport(Transport, Protocol):
           ValueError: the request failed; the text begins with a status of absl.
         """
         ...
-
-
-class Bucket:
-    """A bucket, read by TensorStore.
-
-    TensorStore keeps all of a response before it looks at it, so that the bound holds only for what an honest store
-    sends.
-    """
-
-    is_bounded: bool = False
-
-    def __init__(self, kvstore: ts.KvStore):
-        """Holds a key-value store of TensorStore."""
-        self._kvstore = kvstore
-
-    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
-        """Implements `Transport.read`."""
-        return _BucketRead(self._kvstore.read(key, byte_range=slice(wanted.start, wanted.stop)), wanted.most)
-
-    def names(self, prefix: str, timeout: float) -> list[str]:
-        """Implements `ListedTransport.names`."""
-        keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else None  # all below a directory
-        listing: Any = self._kvstore.list(keys)
-        try:
-            # A list comes in pages, and TensorStore does not report single ones.
-            return [name.decode("utf-8", "replace") for name in listing.result(timeout=timeout)]
-        except TimeoutError:
-            listing.cancel()
-            raise
-
-    def close_idle(self) -> None:
-        """Does nothing: TensorStore closes its connections by itself."""
-
-
-class _BucketRead:
-    def __init__(self, future: Any, most: int):
-        self._future = future
-        self._most = most
-
-    def result(self, timeout: float | None = None) -> Response | None:
-        found = cast("ts.KvStore.ReadResult", self._future.result(timeout=timeout))
-        if found.state != "value":
-            return None
-        if len(found.value) > self._most:
-            raise CheckpointIOError(f"the answer has more than the {self._most} bytes asked for")
-        generation = found.stamp.generation
-        return Response(found.value, b"" if generation in _NO_GENERATIONS else generation)
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def cancel(self) -> None:
-        self._future.cancel()

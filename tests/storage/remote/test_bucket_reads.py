@@ -4,7 +4,7 @@ import pytest
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.storage.remote.transport import Bucket
+from orbax_t5x.storage.remote.buckets import Bucket
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange
 
 FILES = {"a/1": b"0123456789", "a/2/3": b"", "ab": b"x"}

@@ -1,0 +1,1 @@
+"""Checkpoints on web servers and the Hugging Face hub."""

@@ -1,0 +1,52 @@
+"""URLs of web servers and of the Hugging Face hub, as the table of schemes has them."""
+
+from __future__ import annotations
+
+import urllib.parse
+from typing import Any, NoReturn
+
+from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.storage.paths import url_scheme
+from orbax_t5x.storage.remote.hub import download_files, parse_hub_path
+from orbax_t5x.storage.remote.hub_location import locate
+from orbax_t5x.storage.remote.hub_ranges import HubFiles
+from orbax_t5x.storage.remote.web_server import WebServer
+from orbax_t5x.storage.schemes import Scheme, StoreUrl, lower_scheme, split_url
+
+
+def _plain_url(url: str) -> str:
+    """Removes percent-encoding from the URL of a user.
+
+    Raises:
+      UnsupportedCheckpointError: it names no server, or has a query or a fragment.
+    """
+    split_url(url)
+    if "?" in url or "#" in url:
+        raise UnsupportedCheckpointError(
+            "URLs with a query or a fragment are not read: the names of further files could not be appended", path=url
+        )
+    return f"{url_scheme(url)}://{urllib.parse.unquote(url.partition('://')[2])}"
+
+
+def _split_hub_url(url: str) -> StoreUrl:
+    wanted = parse_hub_path(url)
+    revision = f"@{urllib.parse.quote(wanted.revision, safe='')}" if wanted.revision else ""
+    return StoreUrl(f"hf://{wanted.repository}{revision}", wanted.file, not wanted.file)
+
+
+def _refuse_chunks(base: str) -> NoReturn:
+    raise UnsupportedCheckpointError(
+        "arrays in chunks are not read from the hub: download the files, and open the directory", path=base
+    )
+
+
+def _find_on_hub(url: str) -> str:
+    return locate(lower_scheme(url))
+
+
+def _open_hub(base: str, clock: Any) -> HubFiles:
+    return HubFiles(base, clock)
+
+
+WEB = Scheme(_plain_url, split_url, WebServer, can_list=False)
+HUB = Scheme(_find_on_hub, _split_hub_url, _open_hub, kvstore=_refuse_chunks, download=download_files)

@@ -1,0 +1,31 @@
+"""URLs of web servers and of the hub."""
+
+import pytest
+
+from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.extras.web.schemes import HUB, WEB
+
+
+def test_web_servers_do_not_list_and_the_hub_has_no_chunks():
+    assert not WEB.can_list and WEB.kvstore is None and WEB.download is None
+    with pytest.raises(UnsupportedCheckpointError, match="chunks are not read from the hub"):
+        HUB.kvstore("hf://org/name@main")
+
+
+@pytest.mark.parametrize("url", ["https://host/x?a=b", "https://host/x#a", "https://", "https://user:word@host/x"])
+def test_urls_to_which_no_name_can_be_appended_are_refused(url):
+    with pytest.raises(UnsupportedCheckpointError):
+        WEB.find(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "base", "key"),
+    [
+        ("hf://org/name", "hf://org/name", ""),
+        ("hf://org/name@v1/a/b", "hf://org/name@v1", "a/b"),
+        ("hf://org/name@refs/pr/3/a", "hf://org/name@refs%2Fpr%2F3", "a"),
+    ],
+)
+def test_a_repository_with_its_revision_is_the_server(url, base, key):
+    parsed = HUB.parse(url)
+    assert (parsed.base, parsed.key, parsed.is_directory) == (base, key, not key)
