@@ -164,15 +164,17 @@ def plan_of(
     """Makes the plan of a restore from open sources."""
     inputs = plan_inputs(sources, target, transforms, options)
     history = SourceHistory(sources)
-    needs_history = bool(inputs.transforms) or caller.keeps_lineage
 
     def decided(records: Records) -> Decision:
         return history.decide(records, inputs.transforms, options, caller.kind)
 
-    # The only reads between opening the sources and reading arrays.
-    records = history.with_older_steps_once() if needs_history else history.recorded
-    # Before the plan: transforms that were applied already fail in ways that would only hide why.
-    plan = build_plan(inputs, decided(caller.agree(records)), proposes=caller.proposes)
-    if not needs_history:
-        plan.defer_provenance(lambda: decided(history.with_older_steps()).lineage)
+    if inputs.transforms or caller.keeps_lineage:
+        # The only reads between opening the sources and reading arrays. Before the plan: transforms that were applied
+        # already fail in ways that would only hide why.
+        decision = decided(caller.agree(history.with_older_steps_once()))
+        return build_plan(inputs, decision, proposes=caller.proposes)
+    _ = history.recorded  # a damaged record is an error also of a restore that needs none
+    nothing_to_decide = Decision(is_resuming=options.is_resuming is True, lineage=())
+    plan = build_plan(inputs, nothing_to_decide, proposes=caller.proposes)
+    plan.defer_provenance(lambda: decided(history.with_older_steps()).lineage)
     return plan

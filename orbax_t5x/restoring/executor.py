@@ -264,15 +264,14 @@ class Execution:
 
     def _report(self, seconds: float) -> RestoreReport:
         stored = [(leaf, verified) for leaf, verified in self._verified.items() if not leaf.is_value]
-
         return RestoreReport(
             bytes_read=self._stats.bytes_read,
             gap_bytes=self._stats.gap_bytes,
-            index_bytes=sum(checkpoint.index_bytes for checkpoint in self._plan.checkpoints.values()),
+            index_bytes=sum([checkpoint.index_bytes for checkpoint in self._plan.checkpoints.values()]),
             fill_chunks=self._stats.fill_chunks,
-            verified=tuple(sorted(leaf.name for leaf, verified in stored if verified)),
-            unverified=tuple(sorted(leaf.name for leaf, verified in stored if verified is False)),
-            without_checksum=tuple(sorted(leaf.name for leaf, _ in stored if leaf.checksums is None)),
+            verified=tuple(sorted([leaf.name for leaf, verified in stored if verified])),
+            unverified=tuple(sorted([leaf.name for leaf, verified in stored if verified is False])),
+            without_checksum=tuple(sorted([leaf.name for leaf, _ in stored if leaf.checksums is None])),
             seconds=seconds,
             bytes_received=self._bytes_received,
             from_fallback=self._plan.filled,

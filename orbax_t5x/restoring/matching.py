@@ -80,7 +80,7 @@ class Matcher:
         self._x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.dtype(np.int64)
         self._one_process = jax.process_count() == 1
         leaves = self._everything() if target.kind == "everything" else target.leaves
-        narrowed = self._narrowed(leaves)
+        narrowed = {} if options.dtype is None else self._narrowed(leaves, np.dtype(options.dtype))
         self._leaves = {**leaves, **narrowed} if narrowed else leaves
         self._fitting = Fitting(options, frozenset(narrowed), self.problems.append)
 
@@ -90,6 +90,12 @@ class Matcher:
         """Returns one entry per target leaf; what is wrong is in `problems` and `missing`."""
         planned = [self._plan_leaf(name, leaf) for name, leaf in self._leaves.items()]
         entries = [entry for entry in planned if entry is not None]
+        if self._fallback is not None:
+            self._note_nothing_restored(entries)
+        return entries
+
+    def _note_nothing_restored(self, entries: Sequence[PlanEntry]) -> None:
+        """Notes a problem if only the fallback gives values."""
         filled = sum(entry.action == "fallback" for entry in entries)
         barred = sum(one.is_barred for one in self.missing)
         self.restores_nothing = bool(barred or (filled and self._fillable is None)) and not self._has_place()
@@ -97,7 +103,6 @@ class Matcher:
             count = counted(filled + barred, "leaf", "leaves")
             message = f"no leaf of the checkpoint has a place in the target, whose {count} the fallback would fill"
             self.problems.insert(0, Problem("nothing_restored", None, message, _NOTHING_RESTORED))
-        return entries
 
     def _has_place(self) -> bool:
         """Returns True if a leaf of the target has the name of something that comes from the checkpoint."""
@@ -114,10 +119,10 @@ class Matcher:
         target = self.target
         if target.kind == "everything":
             return []
-        slots = tuple((f"{name}/state/" if name else "state/") for name in target.inference_states)
-        steps = {f"{prefix}step" for prefix in slots}
         left = [name for name, value in self.state.items() if value is not None and name not in self._taken]
-        if slots:
+        if target.inference_states:
+            slots = tuple((f"{name}/state/" if name else "state/") for name in target.inference_states)
+            steps = {f"{prefix}step" for prefix in slots}
             left = [name for name in left if name in steps or not name.startswith(slots)]
         return [name for name in left if not target.is_kept(name)] if target.kept else left
 
@@ -151,11 +156,8 @@ class Matcher:
                 leaves[name] = TargetLeaf("numpy", shape, dtype, is_param=is_parameter_name(name))
         return leaves
 
-    def _narrowed(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, TargetLeaf]:
+    def _narrowed(self, leaves: Mapping[str, TargetLeaf], wanted: np.dtype) -> dict[str, TargetLeaf]:
         """Returns the leaves that `dtype=` concerns, in that dtype."""
-        if self._options.dtype is None:
-            return {}
-        wanted = np.dtype(self._options.dtype)
         changed = {
             name: dataclasses.replace(leaf, dtype=wanted) for name, leaf in leaves.items() if leaf.is_float_param
         }

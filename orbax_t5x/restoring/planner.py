@@ -68,9 +68,11 @@ def plan_inputs(
     diagnostics.problems.extend(flattened.problems)
     if flattened.problems and not flattened.leaves:  # whatever else is wrong follows from that
         raise diagnostics.error(list(flattened.problems), path=sources.path)
-    patterns = [] if options.fallback is None else list(options.fallback_for or ())
-    fillable = {name for name in flattened.original if any(re.fullmatch(one, name) for one in patterns)}
-    written = written_out(given, source, flattened.original, sources.path, fillable=fillable)
+    written = given
+    if given:
+        patterns = [] if options.fallback is None else list(options.fallback_for or ())
+        fillable = {name for name in flattened.original if any(re.fullmatch(one, name) for one in patterns)}
+        written = written_out(given, source, flattened.original, sources.path, fillable=fillable)
     return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics)
 
 
@@ -84,10 +86,10 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     if decision.warning:
         diagnostics.warnings.append(decision.warning)
     resuming = decision.is_resuming
-    fallback = open_fallback(options.fallback, diagnostics.problems.append)
+    fallback = None if options.fallback is None else open_fallback(options.fallback, diagnostics.problems.append)
     before = tuple(diagnostics.problems)
     state = run_on_leaves(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
-    has_matched = bool(diagnostics.origin_of) or _is_changed(source, state)
+    has_matched = decision.unmatched is None or bool(diagnostics.origin_of) or _is_changed(source, state)
     stored_names = {leaf: name for name, view in stored.items() if view is not None for leaf in view.leaves()}
     match = functools.partial(Matcher, flattened, options, fallback, stored_names)
     matcher = match(state, diagnostics)
@@ -109,17 +111,17 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         )
         raise diagnostics.error(problems, path=inputs.sources.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
-    unused = [name for name in matcher.leftover_sources() if name not in used]
+    unused = [name for name in matcher.leftover_sources() if name not in used] if matcher.leftovers else []
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
-    if scales := scales_beside(used, unused):
+    if unused and (scales := scales_beside(used, unused)):
         count = counted(len(scales), "quantized weight is", "quantized weights are")
         diagnostics.warnings.append(
             f"{count} restored without the scale that is stored beside it ({scales[0]}): add "
             "ot.rules.scaled_fp8_to_float32() to the transforms"
         )
-    for pattern in matcher.unused_patterns():
+    for pattern in matcher.unused_patterns() if options.fallback_for else ():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
-    found = () if resuming else rules_found(inputs.given, transforms)
+    found = () if resuming or not inputs.given else rules_found(inputs.given, transforms)
     plan = RestorePlan(
         entries=entries,
         target=flattened
@@ -129,7 +131,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         unused=sorted(unused),
         dropped=sorted(dropped),
         warnings=diagnostics.warnings,
-        provenance=decision.lineage if has_matched or decision.unmatched is None else decision.unmatched,
+        provenance=decision.lineage if has_matched else decision.unmatched or (),
         fallback=None if fallback is None else fallback.compute,
         is_fill_expected=options.fallback_for is not None,
         found_rules=found,

@@ -172,7 +172,8 @@ def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Ca
 
 def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:
     leaves: dict[str, Any] = dict(checkpoint.leaves)
-    leaves.update((name, None) for name, empty in checkpoint.empties.items() if empty is None)
+    if checkpoint.empties:
+        leaves.update((name, None) for name, empty in checkpoint.empties.items() if empty is None)
     return leaves
 
 

@@ -87,7 +87,7 @@ def test_each_wait_for_other_processes_ends_when_one_is_lost():
         for path in package.rglob("*.py")
         if any(waits.search(line) and "import" not in line for line in path.read_text().splitlines())
     }
-    collectives, exchange = "multihost/collectives.py", "restoring/broadcast/exchange.py"
+    collectives, exchange = "multihost/collectives.py", "restoring/broadcast/send.py"
     assert found == {collectives, exchange, "multihost/coordination.py"}
     text = (package / collectives).read_text()
     assert text.count("process_allgather(") == text.count("collective(lambda: np.asarray(multihost_utils.") == 1

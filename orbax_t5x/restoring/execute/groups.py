@@ -97,9 +97,9 @@ def _place(group: Group) -> tuple[str, int]:
 
 
 def _as_group(entries: list[PlanEntry]) -> Group:
-    leaves = dict.fromkeys(leaf for entry in entries for leaf in entry.leaves)
+    leaves = dict.fromkeys([leaf for entry in entries for leaf in entry.leaves])
     stages = stages_of(entries)
-    size = sum(layout_of(entry).size for entry in entries) + stages.scratch_bytes
+    size = sum([layout_of(entry).size for entry in entries]) + stages.scratch_bytes
     blocking = all([not leaf.is_remote and isinstance(leaf, BlockingLeaf) for leaf in leaves])
     return Group(entries, max(1, size), leaves, [list(pieces) for pieces in stages.pieces], blocking)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from orbax_t5x.storage.memory import naming_memory_errors
 BufferedPiece = tuple[Piece, np.ndarray]
 """A piece, and the buffer that it is read into."""
 
+_Action = Callable[[], None]
 BufferedStages = Sequence[Sequence[BufferedPiece]]
 
 
@@ -34,51 +35,42 @@ class Reader:
     def fill(self, stages: BufferedStages, entry: PlanEntry) -> bool:
         """Fills pieces of leaves that block; returns False if reading was stopped."""
         for pieces in stages:
-            reads, finish = _lower(pieces, entry)
-            if not read_all_blocking(self._replaced(reads), self._stats, self._stop.is_set):
+            reads, finish = self._lower(pieces, entry)
+            if not read_all_blocking(reads, self._stats, self._stop.is_set):
                 return False
-            _finish(finish, entry)
+            if finish:
+                _finish(finish, entry)
         return True
-
-    def _replaced(self, reads: Sequence[LeafReads]) -> Iterator[LeafReads]:
-        """Yields the reads, of leaves in memory if these replace stored ones."""
-        return ((self.in_memory.get(leaf, leaf), requests) for leaf, requests in reads)
 
     async def fill_awaited(self, stages: BufferedStages, entry: PlanEntry, pool: concurrent.futures.Executor) -> None:
         """Fills pieces of any leaves; computes in a worker thread of `pool`."""
         for pieces in stages:
-            reads, finish = _lower(pieces, entry)
-            await read_all(self._replaced(reads), self._stats)
+            reads, finish = self._lower(pieces, entry)
+            await read_all(reads, self._stats)
             if finish:
                 await run_in_pool(pool, _finish, finish, entry)
 
+    def _lower(self, pieces: Sequence[BufferedPiece], entry: PlanEntry) -> tuple[list[LeafReads], list[_Action]]:
+        """Returns the requests by leaf, each distinct box once, and the actions after them, in order."""
+        reads: dict[Leaf, dict[Box, Request]] = {}
+        copies: list[_Action] = []
+        finish: list[_Action] = []
+        with naming_memory_errors(entry.leaves[0].path, entry.name):
+            for piece, out in pieces:
+                lowered = piece.view.lower(piece.box, out)
+                finish.extend(lowered.finish)
+                for leaf, request in lowered.reads:
+                    first = reads.setdefault(leaf, {}).setdefault(request.box, request)
+                    if first is not request:
+                        copies.append(_Copy(first.out, request.out))
+        found = [(self.in_memory.get(leaf, leaf), list(requests.values())) for leaf, requests in reads.items()]
+        return found, [*copies, *finish]
 
-def _lower(
-    pieces: Sequence[BufferedPiece], entry: PlanEntry
-) -> tuple[list[tuple[Leaf, list[Request]]], list[Callable[[], None]]]:
-    with naming_memory_errors(entry.leaves[0].path, entry.name):
-        return lower_pieces(pieces)
 
-
-def _finish(actions: Sequence[Callable[[], None]], entry: PlanEntry) -> None:
+def _finish(actions: Sequence[_Action], entry: PlanEntry) -> None:
     with naming_memory_errors(entry.leaves[0].path, entry.name):
         for action in actions:
             action()
-
-
-def lower_pieces(pieces: Iterable[BufferedPiece]) -> tuple[list[tuple[Leaf, list[Request]]], list[Callable[[], None]]]:
-    """Returns the requests by leaf, each distinct box once, and the actions after them, in order."""
-    reads: dict[Leaf, dict[Box, Request]] = {}
-    copies: list[Callable[[], None]] = []
-    finish: list[Callable[[], None]] = []
-    for piece, out in pieces:
-        lowered = piece.view.lower(piece.box, out)
-        finish.extend(lowered.finish)
-        for leaf, request in lowered.reads:
-            first = reads.setdefault(leaf, {}).setdefault(request.box, request)
-            if first is not request:
-                copies.append(_Copy(first.out, request.out))
-    return [(leaf, list(requests.values())) for leaf, requests in reads.items()], [*copies, *finish]
 
 
 @dataclasses.dataclass(frozen=True)

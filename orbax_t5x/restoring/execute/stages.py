@@ -70,7 +70,7 @@ def stages_of(entries: Iterable[PlanEntry]) -> Stages:
     pieces = [
         Piece(entry, box_index, box) for entry in entries for box_index, box in enumerate(layout_of(entry).read_boxes)
     ]
-    if all(piece.view.leaf is not None for piece in pieces):
+    if None not in [piece.view.leaf for piece in pieces]:
         return Stages((tuple(pieces),), 0)
     found: list[tuple[Piece, ...]] = []
     most = 0
