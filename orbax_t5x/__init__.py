@@ -1,5 +1,6 @@
-"""Any checkpoint of the T5 family restores straight into your sharded JAX train state through Orbax, remapped on the
-way.
+"""Checkpoints of the T5 family, restored into sharded JAX train states.
+
+Any checkpoint of the T5 family restores straight into your sharded JAX train state through Orbax, remapped on the way.
 
 `import orbax_t5x as ot` does no work: each public name loads its module on first use.
 """

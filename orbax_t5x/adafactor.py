@@ -1,4 +1,6 @@
-"""T5X's Adafactor (Shazeer and Stern, 2018, arXiv 1804.04235), to T5X's numbers and with its state layout.
+"""T5X's Adafactor, to T5X's numbers and with its state layout.
+
+It is that of Shazeer and Stern, 2018 (arXiv 1804.04235).
 
 Each parameter has four slots: `v_row` and `v_col` (the factored second moment), `v` (the whole one) and `m` (momentum);
 those that a parameter does not use are zeros((1,)) and never change. Second moments are float32, whatever the
@@ -65,7 +67,10 @@ _AdafactorParamState = AdafactorParamState
 
 
 def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
-    """Returns T5X's logical axis names and the role of each in the factored second moment."""
+    """Returns T5X's logical axis names and their roles.
+
+    The role is that in the factored second moment.
+    """
     return flax.core.freeze(dict(STANDARD_LOGICAL_FACTOR_RULES))
 
 
@@ -160,7 +165,9 @@ class Adafactor(OptimizerDef):
         return hash((type(self), self.dtype_momentum))
 
     def set_param_axes(self, param_logical_axes: Any) -> None:
-        """Makes the factor map from the logical axes of the parameters; does nothing without `logical_factor_rules`.
+        """Makes the factor map from the parameters' logical axes.
+
+        It does nothing without `logical_factor_rules`.
 
         It changes this definition, as T5X's does: call it before `create`.
 
@@ -175,13 +182,18 @@ class Adafactor(OptimizerDef):
             self.hyper_params = self.hyper_params.replace(factor_map=rules_from_axes(param_logical_axes, rules))
 
     def init_state(self, params: Any) -> OptimizerState:
-        """Makes a new state: a tree like the parameters with the slots of each, by `init_param_state`."""
+        """Makes a new state, with slots by `init_param_state`.
+
+        It is a tree like the parameters.
+        """
         names, leaves, treedef = flatten_by_name(params)
         states = [self.init_param_state(param, name) for name, param in zip(names, leaves, strict=True)]
         return OptimizerState(step=first_step(), param_states=treedef.unflatten(states))
 
     def init_param_state(self, param: Any, path: str) -> AdafactorParamState:
-        """Makes the slots of one parameter before the first step; subclasses may override it.
+        """Makes a parameter's slots before the first step.
+
+        Subclasses may override it.
 
         Args:
           param: the parameter, abstract or not.
@@ -217,7 +229,9 @@ class Adafactor(OptimizerDef):
     def apply_param_gradient(
         self, step: Any, hyper_params: Any, param: Any, state: AdafactorParamState, grad: Any, path: str
     ) -> tuple[Any, AdafactorParamState]:
-        """Computes one parameter's new value and slots; subclasses may override it.
+        """Computes a parameter's new value and slots.
+
+        Subclasses may override it.
 
         Args:
           step: how many times gradients were applied before.
@@ -237,7 +251,10 @@ class Adafactor(OptimizerDef):
     _parse_rule = staticmethod(parse_rule)
 
     def _factored_dims(self, shape: Sequence[int]) -> FactoredPair | None:
-        """Returns the ROW and the COLUMN dimensions by size, or None for a shape that is not factored."""
+        """Returns the ROW and COLUMN dimensions by size, or None.
+
+        None: the shape is not factored.
+        """
         if not self.hyper_params.factored:
             return None
         dims = dims_by_size(shape, self.hyper_params.min_dim_size_to_factor)
@@ -259,7 +276,9 @@ class Adafactor(OptimizerDef):
         return FactorDims(averaging, *(factored or ()))
 
     def derive_logical_axes(self, optimizer_state: Optimizer, param_logical_axes: Any) -> Optimizer:
-        """See the base class. `v` and `m` have the parameter's axes where in use; `v_row` and `v_col` have none.
+        """See the base class.
+
+        `v` and `m` have the parameter's axes if in use; `v_row` and `v_col` have no axes.
 
         Args:
           optimizer_state: the whole optimizer, parameters and state, as in T5X.
@@ -287,7 +306,10 @@ def _is_slots(node: Any) -> bool:
 
 
 def _in_order(names: list[str], tree: Any, what: str) -> list[Any]:
-    """Lists the leaves (or slots) of a tree in the order of the parameters' names, of a dict or a FrozenDict."""
+    """Lists a tree's leaves in the order of the parameters' names.
+
+    Leaves are slots, too; the tree is a dict or a FrozenDict.
+    """
     found, leaves, _ = flatten_by_name(tree, is_leaf=_is_slots)
     if found == names:
         return leaves

@@ -1,4 +1,4 @@
-"""Mesh TensorFlow T5 bundles as T5X state dicts: T5X's importer, without TensorFlow.
+"""T5X's importer of Mesh TensorFlow T5 bundles, without TensorFlow.
 
 The lazy arrays are those of `orbax_t5x.lazy`, the rules those of `orbax_t5x.mesh_tf.rules`, and what is done with names
 that of `transforms.Translate`, and names and shapes are checked by the plan of any restore; here they only have T5X's
@@ -82,7 +82,9 @@ _SHOWN_NAMES = 10
 
 
 def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """Opens the variables of a TensorFlow V2 checkpoint, by name; reads only its index.
+    """Opens the variables of a TensorFlow V2 checkpoint, by name.
+
+    Only its index is read.
 
     Files stay open for as long as one of the arrays is there.
 
@@ -102,7 +104,9 @@ def restore_from_t5_checkpoint(
     strict: bool = True,
     translator: CheckpointTranslator | None = None,
 ) -> dict[str, Any]:
-    """Returns a T5X state dict with the values of a Mesh TensorFlow T5 checkpoint, in its dtypes.
+    """Fills a T5X state dict from a Mesh TensorFlow checkpoint.
+
+    The dtypes are the checkpoint's.
 
     Relative biases are shared or per layer as the state names them, and Adafactor's placeholders are added where the
     state has them. A state without Adafactor's slots (an `InferenceState`'s) leaves those of the file unread.
@@ -151,7 +155,10 @@ def restore_from_t5_checkpoint(
 
 
 def _target(state: FlatState, translated: FlatState) -> dict[str, Any]:
-    """Makes the plan's target: the state's names and shapes, the file's dtypes; `...` where the state has None."""
+    """Makes the plan's target: names, shapes and the file's dtypes.
+
+    It has `...` for a None of the state.
+    """
     target: dict[str, Any] = {}
     for name, leaf in state.items():
         if leaf is None:
@@ -168,7 +175,10 @@ def _target(state: FlatState, translated: FlatState) -> dict[str, Any]:
 def _in_words_of_a_state(
     error: RestorePlanError, state: FlatState, translated: FlatState, path: str | os.PathLike[str]
 ) -> CheckpointError:
-    """Rewords the plan's problems for callers of this module, who give a state and `strict`, and no rules."""
+    """Rewords the plan's problems for callers of this module.
+
+    They give a state and `strict`, and no rules.
+    """
     missing = [name for name, leaf in state.items() if leaf is not None and translated.get(name) is None]
     extra = sorted(translated.keys() - state.keys())
     problems: list[Problem] = []
@@ -191,13 +201,19 @@ def _in_words_of_a_state(
 
 
 def _maybe_correct_relpos_bias(t5_data: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes relative biases that only block 0 has the tower's; under T5X's name."""
+    """Gives the tower the relative bias of block 0.
+
+    Under T5X's name.
+    """
     renamed = place_relative_bias(t5_data, ())
     return {renamed.get(name, name): value for name, value in t5_data.items()}
 
 
 def _add_missing_param_states(t5_data: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the (1,) zeros of unused slots, and of a momentum also without slots; under T5X's name."""
+    """Adds the (1,) zeros of unused slots and momenta.
+
+    A momentum gets them even without slots. Under T5X's name.
+    """
     momenta = [f"{_SLOTS}{name.removeprefix(_PARAMETERS)}/m" for name in t5_data if name.startswith(_PARAMETERS)]
     zeros = {name: np.zeros((1,), np.float32) for name in momenta}
     return {**zeros, **adafactor_placeholders(t5_data, None), **t5_data}
@@ -206,7 +222,9 @@ def _add_missing_param_states(t5_data: Mapping[str, Any]) -> dict[str, Any]:
 def _update_state_dict(
     state_dict: Mapping[str, Any], t5_data: Mapping[str, Any], strict: bool = True
 ) -> dict[str, Any]:
-    """Puts translated values, lazy or not, into the structure of a state dict; under T5X's name.
+    """Puts translated values into the structure of a state dict.
+
+    The values may be lazy. Under T5X's name.
 
     Raises:
       ValueError: names of the state dict are missing, with `strict` others are there, or shapes differ.
@@ -229,7 +247,9 @@ def _names_text(names: Sequence[str]) -> str:
 
 
 def _read(views: Mapping[str, View | None]) -> dict[str, Any]:
-    """Reads all arrays at once, each stored byte once; NumPy scalars for rank 0, as TensorFlow's reader gives the step.
+    """Reads all arrays together, each stored byte once.
+
+    Rank 0 gives NumPy scalars, as TensorFlow's reader gives the step.
 
     Not by executing the plan, which waits for the other processes of a job: T5X's function does not.
     """

@@ -1,4 +1,4 @@
-"""Every exception that leaves a public call, and the `Problem` records that are gathered before one is raised.
+"""Exceptions that leave public calls, and the `Problem` records behind them.
 
 Each class also is the builtin that callers catch by habit (`FileNotFoundError`, `ValueError`, `OSError`). An error
 carries the `path` of the file or directory and the name of the `leaf` it is about, and its text begins with both; that
@@ -64,7 +64,7 @@ class CheckpointError(Exception):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """Error: the path has no checkpoint; the text lists what was looked for."""
+    """A path without a checkpoint; the text lists the search."""
 
 
 class CheckpointGoneError(CheckpointError, FileNotFoundError):
@@ -72,19 +72,28 @@ class CheckpointGoneError(CheckpointError, FileNotFoundError):
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """Error: the bytes are damaged: a checksum, a length or a structure does not hold."""
+    """Damaged bytes: a checksum, a length or a structure does not hold."""
 
 
 class UnsafeCheckpointError(CheckpointError, ValueError):
-    """Error: the checkpoint refers to something outside its own directory, or needs more than reading."""
+    """A checkpoint that refers to something outside its own directory.
+
+    Or it needs more than reading.
+    """
 
 
 class UnsupportedCheckpointError(CheckpointError, ValueError):
-    """Error: the checkpoint seems well-formed, but is not readable here; the text names what is."""
+    """A well-formed checkpoint that is not readable here.
+
+    The text names readable alternatives.
+    """
 
 
 class LimitExceededError(CheckpointError, ValueError):
-    """Error: a size in a file exceeds the limits; raise them with `orbax_t5x.Limits`."""
+    """A size in a file beyond the limits.
+
+    Raise them with `orbax_t5x.Limits`.
+    """
 
 
 class _ErrorPlace(TypedDict, total=False):
@@ -94,7 +103,7 @@ class _ErrorPlace(TypedDict, total=False):
 
 
 class CheckpointIOError(CheckpointError, OSError):
-    """Error: the operating system or a remote store failed to read or write.
+    """A failure of the operating system or of a remote store.
 
     Attributes:
       errno: the operating system's error number, or None where it gave none.
@@ -106,7 +115,10 @@ class CheckpointIOError(CheckpointError, OSError):
 
 
 def error_at(error: CheckpointError, *, path: AnyPath | None, leaf: str | None) -> CheckpointError:
-    """Returns the same error about another file or leaf; a new exception, because a traceback belongs to one raise."""
+    """Returns the same error about another file or leaf.
+
+    It is a new exception, because a traceback belongs to a single raise.
+    """
     if isinstance(error, CheckpointIOError):
         return CheckpointIOError(error.message, path=path, leaf=leaf, fix=error.fix, errno=error.errno)
     return type(error)(error.message, path=path, leaf=leaf, fix=error.fix)
@@ -128,11 +140,16 @@ def is_for_caller(error: BaseException) -> bool:
 
 
 class LeafMismatchError(CheckpointError, ValueError):
-    """Error: a file disagrees with itself about a leaf, or a T5X function found a shape that does not fit."""
+    """A file that disagrees with itself about a leaf.
+
+    T5X's functions raise it for a shape that does not fit.
+    """
 
 
 class RestorePlanError(CheckpointError, ValueError):
-    """Error with all disagreements between a checkpoint, its transforms and a target, in `problems`.
+    """All disagreements between a checkpoint, its transforms and a target.
+
+    They are in `problems`.
 
     The text has problems that are alike as one entry and stays under 60 lines. The first line is the first problem, the
     last counts all and names the checkpoint.

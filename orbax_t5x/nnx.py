@@ -1,4 +1,6 @@
-"""`flax.nnx.State` as a target: leaves by path, put back with their types and metadata.
+"""Targets that are `flax.nnx.State`s.
+
+Leaves are by path, and put back with their types and metadata.
 
 `orbax_t5x.restore` takes states and abstract modules as they are; `flatten_target` is how it names their leaves.
 

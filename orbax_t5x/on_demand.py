@@ -35,7 +35,7 @@ def public(package: str, modules: Mapping[str, str]) -> tuple[list[str], Callabl
 
 
 def function(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function that calls another one, whose module it loads then."""
+    """Returns a function that loads its module when called."""
 
     def load(*arguments: Any, **keywords: Any) -> Any:
         return getattr(importlib.import_module(module), name)(*arguments, **keywords)

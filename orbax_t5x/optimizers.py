@@ -1,4 +1,6 @@
-"""T5X's optimizers: any Optax optimizer, and several over parts of the parameters, under T5X's names and layouts.
+"""T5X's optimizers under T5X's names and layouts.
+
+They are any Optax optimizer, and several over parts of the parameters.
 
 `adam(learning_rate=1e-3).create(params)` is a pytree to train, shard, save and restore. Optax optimizers have their own
 learning rates and schedules: a `learning_rate` given to `apply_gradient` (T5X's trainer gives one to every optimizer)
@@ -64,7 +66,7 @@ OptaxFactory = Callable[..., "OptaxWrapper"]
 
 @flax.struct.dataclass
 class _OptaxWrapperHyperParams:
-    """Hyper-parameters that may be given to one step of an Optax optimizer.
+    """Hyper-parameters that a step of an Optax optimizer may get.
 
     The learning rate is ignored, because Optax has its own schedules; `extra_args` are keywords for the update of
     optimizers that take some, such as `value`.
@@ -75,7 +77,7 @@ class _OptaxWrapperHyperParams:
 
 
 class OptaxStatePartitionRules:
-    """Logical axes of Optax states, from those of the parameters.
+    """Logical axes of Optax states, from the parameters'.
 
     Axes are found for any Optax state. `OptaxStatePartitionRules._RULES[SparseState] = rule` gives those of a state of
     one's own: the axes of a `SparseState` are those that `rule(state, params_axes)` returns.
@@ -85,17 +87,22 @@ class OptaxStatePartitionRules:
 
     @classmethod
     def _is_optax_state(cls, x: Any) -> bool:
-        """Reports whether a value looks like an Optax state: a named tuple whose class is called `…State`."""
+        """Tests if a value is a named tuple of a class `…State`."""
         return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
     @classmethod
     def derive_params_axes(cls, optax_params: Any, params_axes: Any) -> Any:
-        """Returns the axes of a tree like the parameters; masked subtrees stay `MaskedNode`s."""
+        """Returns the axes of a tree like the parameters.
+
+        Masked subtrees stay `MaskedNode`s.
+        """
         return state_axes(optax_params, params_axes)
 
     @classmethod
     def derive_optax_logical_axes(cls, optax_state: Any, params_axes: Any, params: Any = None) -> Any:
-        """Returns the state with partition specs for leaves, or None where a leaf has no logical axes.
+        """Returns the state with partition specs for leaves.
+
+        A leaf without logical axes has None.
 
         Args:
           optax_state: the state of any Optax optimizer; leaves may be abstract.
@@ -131,11 +138,14 @@ class OptaxWrapper(OptimizerDef):
             return hash(type(self))
 
     def init_state(self, params: Any) -> OptimizerState:
-        """Makes a new state, whose `param_states` is Optax's."""
+        """Makes a new state with Optax's as its `param_states`."""
         return OptimizerState(step=first_step(), param_states=self.optax_optimizer.init(params))
 
     def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
-        """Takes `learning_rate`, which has no effect, and keyword arguments for the transformation's own update."""
+        """Returns the hyper-parameters of a step.
+
+        `learning_rate` has no effect; keyword arguments are for the transformation's own update.
+        """
         hyper_params = hyper_param_overrides.pop("hyper_params", None) or self.hyper_params
         learning_rate = hyper_param_overrides.pop("learning_rate", hyper_params.learning_rate)
         extra_args = {**hyper_params.extra_args, **hyper_param_overrides}
@@ -162,7 +172,10 @@ class OptaxWrapper(OptimizerDef):
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransformation]) -> OptaxFactory:
-    """Makes a factory of optimizer definitions from one of gradient transformations, with the same arguments."""
+    """Makes optimizer definitions from a factory of gradient transformations.
+
+    The result takes the same arguments.
+    """
 
     @functools.wraps(optax_optimizer)
     def wrapped_optimizer(*args: Any, **kwargs: Any) -> OptaxWrapper:
@@ -172,7 +185,7 @@ def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransforma
 
 
 def _chain(transformations: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
-    """Applies gradient transformations one after the other."""
+    """Chains gradient transformations."""
     return optax.chain(*transformations)
 
 

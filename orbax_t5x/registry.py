@@ -35,7 +35,7 @@ class RegistryEntry:
 
 
 class Registry(Generic[Entry]):
-    """Entries by name: the package's own, then those of entry points, then registered ones."""
+    """Entries by name: the package's, entry points', and registered entries."""
 
     def __init__(self, kind: str, own: Mapping[str, str], *, group: str | None = None):
         """Makes a table.

@@ -1,4 +1,4 @@
-"""T5X's `state_utils`: functions on nested state dicts, by T5X's names and with its answers.
+"""T5X's `state_utils`: functions on state dicts with T5X's answers.
 
 The transforms of the same name share the implementation; these are for code that calls them by hand. Errors are
 `ValueError`s with T5X's text, and advice in a note; where T5X's answer is an accident of Python (`re.error`, a
@@ -39,12 +39,17 @@ __all__ = [
 
 
 def tensorstore_leaf(_: Any, value: Any) -> bool:
-    """Reports whether a value is a serialized TensorStore spec: `is_leaf` for Flax's `flatten_dict`."""
+    """Tests if a value is a serialized TensorStore spec.
+
+    It is the `is_leaf` for Flax's `flatten_dict`.
+    """
     return is_tensorstore_spec(value)
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
-    """Returns the leaves by '/'-joined name; a serialized TensorStore spec is one leaf.
+    """Returns the leaves by '/'-joined name.
+
+    A serialized TensorStore spec is a leaf.
 
     Args:
       state_dict: nested.
@@ -57,7 +62,9 @@ def flatten_state_dict(state_dict: Mapping[str, Any], keep_empty_nodes: bool = F
 
 
 def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
-    """Returns the same structure with each leaf replaced by its '/'-joined name; TensorStore specs are looked into.
+    """Returns the tree with each leaf replaced by its name.
+
+    Names are '/'-joined; TensorStore specs are looked into.
 
     Args:
       state_dict: nested.
@@ -82,7 +89,9 @@ def _name_tree(node: Mapping[Any, Any], prefix: str, keep_empty_nodes: bool) -> 
 
 
 def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the leaves whose names the other state dict lacks; each is logged as a warning.
+    """Drops the leaves that the other state dict lacks.
+
+    Each is logged as a warning.
 
     Args:
       state_dict: nested.
@@ -120,7 +129,9 @@ def apply_assignment_map(
     *,
     is_resuming: bool = False,
 ) -> Mapping[str, Any]:
-    """Renames the leaves of a checkpoint's state dict by rules on the names of the state to restore.
+    """Renames a state dict's leaves by rules.
+
+    The rules are on the names of the state to restore.
 
     For every name of `optimizer_state` the first rule that matches it fully decides: with None the name is left
     out, otherwise the expanded replacement is the name of the checkpoint leaf that it gets. Used names go away,
@@ -144,7 +155,10 @@ def apply_assignment_map(
 
 @contextlib.contextmanager
 def _in_t5xs_words() -> Iterator[None]:
-    """Gives the error of a transform called by hand T5X's text; the advice becomes a note."""
+    """Rewords a transform's error as T5X does.
+
+    The advice becomes a note.
+    """
     try:
         yield
     except RestorePlanError as error:

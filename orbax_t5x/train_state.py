@@ -1,4 +1,4 @@
-"""T5X's train states: parameters, optimizer and mutable variables of a model, with the logical axes of each.
+"""T5X's train states: parameters, optimizer, mutable variables and logical axes.
 
 Both kinds name their own leaves (`state_dict`) and take them back (`restore_state`), concrete or abstract (leaves
 `jax.ShapeDtypeStruct`, as `jax.eval_shape` makes them). Names are `target/…`, `state/step`, `state/param_states/…`
@@ -40,7 +40,10 @@ EMPTY_DICT: FrozenDict[str, Any] = FrozenDict({})
 
 
 class _StaticInstanceCheck(type(Protocol)):
-    """Metaclass of an `isinstance` by names: Python 3.11 would call properties, one of which raises."""
+    """Metaclass of an `isinstance` by names.
+
+    Python 3.11 would call properties, and a property here raises.
+    """
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if cls is not TrainState:
@@ -78,7 +81,7 @@ class TrainState(Protocol, metaclass=_StaticInstanceCheck):
         ...
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> TrainState:
-        """Returns the same kind of state with the values of a state dict."""
+        """Returns this kind of state with a state dict's values."""
         ...
 
     def replace_params(self, params: Any) -> TrainState:
@@ -94,11 +97,14 @@ class TrainState(Protocol, metaclass=_StaticInstanceCheck):
         ...
 
     def apply_gradient(self, grads: Any, learning_rate: Any, flax_mutables: Any = EMPTY_DICT) -> TrainState:
-        """Returns the state after one step of the optimizer."""
+        """Returns the state after a step of the optimizer."""
         ...
 
     def as_logical_axes(self) -> TrainState:
-        """Returns the state with `PartitionSpec`s of logical axis names, or None, in place of its leaves."""
+        """Returns the state with `PartitionSpec`s in place of its leaves.
+
+        They hold logical axis names; a leaf without them has None.
+        """
         ...
 
 
@@ -164,7 +170,7 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
         return self._optimizer.state.param_states
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns `target`, `state` and, where there are any, `flax_mutables`, as nested dicts."""
+        """Returns `target`, `state` and perhaps `flax_mutables`, as nested dicts."""
         return _with_mutables(dict(self._optimizer.state_dict()), self.flax_mutables)
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
@@ -178,7 +184,7 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
         return self.replace(_optimizer=self._optimizer.restore_state(optimizer_dict), flax_mutables=mutables)
 
     def apply_gradient(self, grads: Any, learning_rate: Any, flax_mutables: Any = EMPTY_DICT) -> Self:
-        """Returns the state after one step of the optimizer.
+        """Returns the state after a step of the optimizer.
 
         Args:
           grads: like the parameters.
@@ -204,7 +210,9 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
         return self.replace(_optimizer=dataclasses.replace(self._optimizer, state=state))
 
     def as_logical_axes(self) -> Self:
-        """Returns the state with `PartitionSpec`s of logical axis names, or None, in place of its leaves.
+        """Returns the state with `PartitionSpec`s in place of its leaves.
+
+        They hold logical axis names; a leaf without them has None.
 
         Raises:
           ValueError: the model named no axes, or the optimizer can not derive those of its states.
@@ -239,13 +247,17 @@ class InferenceState(flax.struct.PyTreeNode):
 
     @classmethod
     def create(cls, model_variables: Mapping[str, Any]) -> Self:
-        """Makes a state at step 0; the variables are what `FlaxOptimTrainState.create` takes."""
+        """Makes a state at step 0 from `FlaxOptimTrainState.create`'s variables."""
         params, params_axes, mutables, mutables_axes = split_variables(model_variables)
         return cls(jnp.zeros((), jnp.int32), params, params_axes, mutables, mutables_axes)
 
     @property
     def param_states(self) -> Any:
-        """None here: raises NotImplementedError."""
+        """Absent here.
+
+        Raises:
+          NotImplementedError: always.
+        """
         raise NotImplementedError("InferenceState has no optimizer states.")
 
     def apply_gradient(self, *args: Any, **kwargs: Any) -> Self:
@@ -253,12 +265,14 @@ class InferenceState(flax.struct.PyTreeNode):
         raise NotImplementedError("InferenceState does not support `apply_gradient`.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns `target`, `state/step` and, where there are any, `flax_mutables`, as nested dicts."""
+        """Returns `target`, `state/step` and perhaps `flax_mutables`, as nested dicts."""
         state = {"target": to_state_dict(self.params), "state": {"step": self.step}}
         return _with_mutables(state, self.flax_mutables)
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
-        """Returns this state with the values of a state dict; optimizer states in it are ignored.
+        """Returns this state with a state dict's values.
+
+        Optimizer states in it are ignored.
 
         The parameters are a `FrozenDict` then, as in T5X, whatever they were.
 
@@ -290,7 +304,9 @@ class InferenceState(flax.struct.PyTreeNode):
         return self.replace(step=step)
 
     def as_logical_axes(self) -> Self:
-        """Returns the state with `PartitionSpec`s of logical axis names, or None, in place of its leaves.
+        """Returns the state with `PartitionSpec`s in place of its leaves.
+
+        They hold logical axis names; a leaf without them has None.
 
         Raises:
           ValueError: the model named no axes.
@@ -303,14 +319,23 @@ class InferenceState(flax.struct.PyTreeNode):
 
 
 def _validate_params_axes(params_axes: Any, params: Any) -> None:
-    """Raises a ValueError that lists the parameters without axis names; under T5X's name."""
+    """Checks that all parameters have axis names.
+
+    Under T5X's name.
+
+    Raises:
+      ValueError: some lack them; the text lists them.
+    """
     check_axes(params_axes, params)
 
 
 def _split_variables_and_axes(
     variables_and_axes: Mapping[str, Any],
 ) -> tuple[FrozenDict[str, Any], FrozenDict[str, Any]]:
-    """Separates the collections from their axes, by the names of their collections; under T5X's name."""
+    """Separates the collections from their axes.
+
+    They are by the names of their collections. Under T5X's name.
+    """
     variables, axes = split_collections(variables_and_axes)
     return freeze(variables), freeze(axes)
 
@@ -328,7 +353,10 @@ def _restore_mutables(current: Any, state_dict: Mapping[str, Any]) -> Any:
 
 
 def _restore_tree(current: Any, restored: Any, what: str) -> Any:
-    """Returns the restored leaves in the structure of the current tree; one without leaves takes any."""
+    """Returns the restored leaves in the current tree's structure.
+
+    A tree without leaves takes any.
+    """
     if _holds_leaves(current):
         return from_state_dict(current, restored, what=what)
     return _contained(current, restored)
@@ -339,5 +367,8 @@ def _holds_leaves(tree: Any) -> bool:
 
 
 def _contained(current: Any, tree: Any) -> Any:
-    """Returns the tree as a FrozenDict where the current one is, so that the structure of the state stays the same."""
+    """Returns the tree as a FrozenDict if the current tree is.
+
+    So the structure of the state stays the same.
+    """
     return freeze(tree) if isinstance(current, FrozenDict) and isinstance(tree, Mapping) else tree

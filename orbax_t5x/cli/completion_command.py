@@ -1,4 +1,4 @@
-"""`completion`: a script that completes commands, options and their values in bash and zsh.
+"""`completion`: a script for completion in bash and zsh.
 
 It is made from the program's own parser and printed once, so that a shell need not start Python at each completion.
 Where none of the words fits, the shell completes names of files.
@@ -68,7 +68,10 @@ def _options(parser: argparse.ArgumentParser) -> Iterable[str]:
 
 
 def _values(action: argparse.Action) -> list[str]:
-    """Returns the words that an argument takes; empty where it takes any, such as a file's name."""
+    """Lists the words that an argument takes.
+
+    Empty for an argument that takes any word, such as a file's name.
+    """
     if "--rules" in action.option_strings:
         return [AUTO, *pack_names()]
     return [str(choice) for choice in action.choices or ()]

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of any format becomes a plain Orbax one, or safetensors files."""
+"""`convert`: a checkpoint as a plain Orbax checkpoint or as safetensors files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from orbax_t5x.text.wording import array_text, plain
 
 
 def run(options: argparse.Namespace) -> int:
-    """Converts, and prints what was written."""
+    """Converts, and prints a report."""
     mapping = MappingOptions(options)
     writing = WriteOptions(
         options.format,
@@ -53,7 +53,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _about_names(report: ConvertReport, rules: Sequence[str], writing: WriteOptions) -> list[str]:
-    """Describes the result's names, and what is needed where they are Hugging Face's."""
+    """Describes the result's names.
+
+    For Hugging Face's names it adds the files that are needed beside the result.
+    """
     lines = [f"mapped by {', '.join(rules)}" if rules else "names, shapes and dtypes are the source's"]
     with open_checkpoint(report.destination) as written:
         layout = find_layout(written.leaves).kind
@@ -82,7 +85,10 @@ def _read_companions(options: argparse.Namespace) -> Mapping[str, bytes]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences Orbax's log of tracebacks that it also raises, and of threads whose directory an interrupt removed."""
+    """Silences Orbax's log of errors that reach the caller anyway.
+
+    Orbax logs the tracebacks of errors that it raises, and of threads after an interrupt removed their directory.
+    """
 
     def has_no_traceback(record: logging.LogRecord) -> bool:
         return record.exc_info is None

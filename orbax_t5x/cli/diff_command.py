@@ -1,4 +1,4 @@
-"""`diff`: two checkpoints are compared; a table of what differs, or JSON.
+"""`diff`: the differences of two checkpoints, as a table or JSON.
 
 Exit code 0 where they are equal, 1 where something differs, is damaged or cannot be read.
 """
@@ -18,7 +18,7 @@ _EQUAL, _DIFFERENT = 0, 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what differs."""
+    """Prints the differences."""
     mapping = RuleOptions(options)
     item_b = options.item if options.item_b is None else options.item_b
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,7 @@
-"""`inspect`: what a checkpoint holds, as a tree. Only its index is read, and JAX is not imported."""
+"""`inspect`: the contents of a checkpoint, as a tree.
+
+Only its index is read, and JAX is not imported.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns all that is known of a checkpoint without reading arrays; strings have null bytes."""
+    """Returns a checkpoint's description without reading arrays.
+
+    Strings have null bytes.
+    """
     leaves = [
         {
             "name": name,

@@ -1,4 +1,4 @@
-"""`orbax-t5x`: reads the arguments, runs one command, and turns what goes wrong into one line and an exit code.
+"""`orbax-t5x`: runs a command; errors become a line and an exit code.
 
 Exit codes: 0 ok; 1 a difference, damage or a problem; 2 usage; 3 nothing to verify; 130 interrupted; 141 closed pipe.
 An unexpected error is one line and 1, too; with ORBAX_T5X_TRACEBACK set its traceback is printed before. A command's
@@ -43,7 +43,10 @@ _OK, _PROBLEM, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, by default with the arguments of the process, and returns the exit code."""
+    """Runs a command and returns the exit code.
+
+    The arguments are by default those of the process.
+    """
     try:
         options = make_parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has printed its message
@@ -69,12 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fix_text(fix: Fix) -> str:
-    """Returns a fix with this program's options; only here is the module needed, and it imports JAX."""
+    """Returns a fix with this program's options.
+
+    Only here is the module needed, and it imports JAX.
+    """
     return importlib.import_module("orbax_t5x.cli.fixes").fix_text(fix)
 
 
 def _fail_unforeseen(error: Exception) -> int:
-    """Reports an error that is not the library's: a defect, or a fault of the machine such as a full disk."""
+    """Reports an error that is not the library's.
+
+    It is a defect, or a fault of the machine such as a full disk.
+    """
     if os.environ.get(_TRACEBACK):
         traceback.print_exception(error)
         hint = ""
@@ -90,7 +99,7 @@ def _print_error(text: str, code: int) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes the parser of all commands; a command's module is not imported for it."""
+    """Makes the parser of all commands without importing them."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Checkpoints of the T5 family: look at them, plan a restore, convert, compare and verify them.",
@@ -137,7 +146,10 @@ def _add_inspect(commands) -> None:
 
 
 def _add_rules(parser: argparse.ArgumentParser, source: str) -> None:
-    """Adds the options for names of leaves, the same for `plan`, `convert` and `diff`."""
+    """Adds the options for names of leaves.
+
+    They are the same for `plan`, `convert` and `diff`.
+    """
     parser.add_argument(
         "--translate",
         action=argparse.BooleanOptionalAction,
@@ -168,7 +180,10 @@ def _add_memory_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_mapping(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for the use of leaves, the same for `plan` and `convert`."""
+    """Adds the options for the use of leaves.
+
+    They are the same for `plan` and `convert`.
+    """
     parser.add_argument(
         "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
     )

@@ -1,4 +1,7 @@
-"""Options that `plan`, `convert` and `diff` share: `--translate`, `--rules`, `--map` and the target."""
+"""Options that `plan`, `convert` and `diff` share.
+
+They are `--translate`, `--rules`, `--map` and the target.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,13 @@ from orbax_t5x.trees.flat import unflatten
 
 
 class RuleOptions:
-    """The options that say under which names leaves come out; a UsageError where they contradict one another.
+    """The options for the names of leaves.
 
     Attributes:
       is_auto: whether rules are to be found.
+
+    Raises:
+      UsageError: two options contradict each other.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -46,7 +52,7 @@ class RuleOptions:
         return chain if self._rules is None else [*chain, self._rules]
 
     def _is_translated(self, source: Checkpoint, is_bundle: bool) -> bool:
-        """Returns True for bundles, unless an option or a rule pack does otherwise."""
+        """Returns True for bundles, unless an option or a pack decides otherwise."""
         if self._translate is not None:
             return self._translate
         is_done = self.is_auto or any(pack.name.startswith("mesh_tf_to_t5x") for pack in self._packs)
@@ -66,7 +72,7 @@ class MappingOptions(RuleOptions):
         super().__init__(options)
 
     def target(self) -> dict[str, Any] | None:
-        """Returns the target's names, shapes and dtypes as NumPy arrays without memory; None where there is none."""
+        """Returns the target's leaves as arrays without memory, or None."""
         if self._target_path is None:
             return None
         with open_checkpoint(self._target_path, item=self._target_item) as checkpoint:

@@ -1,4 +1,7 @@
-"""`plan`: what a restore would do, printed or as JSON; its problems are exit code 1. Only indices are read."""
+"""`plan`: the plan of a restore, as text or JSON.
+
+Problems are exit code 1. Only indices are read.
+"""
 
 from __future__ import annotations
 

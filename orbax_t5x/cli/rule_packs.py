@@ -27,7 +27,10 @@ def pack_names() -> list[str]:
 
 
 def pack_argument(text: str) -> RulePack:
-    """Makes the pack of `NAME`, `NAME:12,64`, `NAME:num_heads=12,head_dim=64` or any of these with `:inverse`."""
+    """Makes the pack that an argument of `--rules` names.
+
+    The forms are `NAME`, `NAME:12,64` and `NAME:num_heads=12,head_dim=64`, each also with `:inverse`.
+    """
     name, *parts = text.split(":")
     if name not in pack_names():
         near = difflib.get_close_matches(name, pack_names(), 1)
@@ -64,7 +67,11 @@ def _called(text: str, function: Callable[..., RulePack], given: list[str]) -> R
 
 
 def _parse_annotated(text: str, annotation: str) -> Any:
-    """Parses a value of the annotated type; a ValueError where the text is none."""
+    """Parses a value of the annotated type.
+
+    Raises:
+      ValueError: the text is no such value.
+    """
     if "str" in annotation:
         return text
     if "bool" in annotation:

@@ -1,4 +1,4 @@
-"""`verify`: all of a checkpoint is read and compared with its checksums; a table of leaves, or JSON.
+"""`verify`: all leaves compared with their checksums.
 
 Exit code 0 where what can be compared is right, 1 where a leaf is damaged or cannot be read, 3 where there is nothing
 to compare with.
@@ -15,7 +15,7 @@ _EXIT_CODES = {"ok": 0, "damaged": 1, "no checksum": 3}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was found."""
+    """Prints the findings."""
     report = verify(options.path, item=options.item, progress=None if options.json else "bar")
     print_report(report, json=options.json)
     return _EXIT_CODES[report.status]

@@ -1,4 +1,4 @@
-"""Runs work beside the caller's thread: event loops in threads, pools of threads, and waits for several results.
+"""Work beside the caller's thread: event loops, pools and waits.
 
 Three rules hold for all of it. No function of a user can stop the machinery: what it raises is carried to the caller as
 a value, because an event loop ends on KeyboardInterrupt and SystemExit, takes CancelledError for its own, and cannot

@@ -1,4 +1,4 @@
-"""Carries what a user's function raises through event loops, threads and the guard of public calls."""
+"""Carriers of users' exceptions through event loops, threads and the guard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class CarriedError(Exception):
-    """Carrier of an exception through an event loop that would not survive it."""
+    """Carrier of an exception that an event loop would not survive."""
 
     def __init__(self, error: BaseException):
         super().__init__(f"{type(error).__name__}: {error}")
@@ -23,7 +23,7 @@ class CarriedError(Exception):
 
 
 def as_carried(error: BaseException) -> Exception:
-    """Turns an exception into one that event loops and futures pass on unchanged."""
+    """Turns an exception into a form that event loops pass on unchanged."""
     if isinstance(error, StopIteration):
         # Python itself turns a StopIteration that leaves a coroutine into a RuntimeError (PEP 479).
         failure = RuntimeError("a function raised StopIteration")
@@ -33,7 +33,10 @@ def as_carried(error: BaseException) -> Exception:
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Returns the exception to raise for a failure: of a group the first that names a leaf, else the first."""
+    """Returns the exception to raise for a failure.
+
+    Of a group it is the first that names a leaf, else the first.
+    """
     flat = list(_leaves_of(error))
     return next((failure for failure in flat if isinstance(failure, CheckpointError)), flat[0])
 
@@ -50,7 +53,10 @@ def _leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 async def carry(awaitable: Awaitable[_Result]) -> _Result:
-    """Awaits a user's coroutine; its exceptions pass through our event loops, CancelledError too."""
+    """Awaits a user's coroutine; its exceptions pass through our event loops.
+
+    CancelledError passes, too.
+    """
     try:
         return await awaitable
     except asyncio.CancelledError as error:
@@ -71,7 +77,9 @@ async def run_in_pool(
     *arguments: _Arguments.args,
     **keywords: _Arguments.kwargs,
 ) -> _Result:
-    """Awaits a blocking call in a pool of threads (None: the loop's own); what it raises is carried.
+    """Awaits a blocking call in a pool; its exception is carried.
+
+    Without a pool, the event loop's own is used.
 
     Cancelling does not stop a call that has begun.
     """
@@ -85,7 +93,7 @@ async def run_in_pool(
 def call_carried(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
 ) -> _Result:
-    """Calls a user's function on an event loop; its exceptions are carried to the caller."""
+    """Calls a user's function on an event loop and carries its exceptions."""
     result, error = _outcome(function, *arguments, **keywords)
     if error is not None:
         raise for_caller(error)
@@ -95,7 +103,7 @@ def call_carried(
 def call_of_user(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
 ) -> _Result:
-    """Calls a user's function in the caller's thread; its exceptions leave public calls as they are."""
+    """Calls a user's function and marks its exceptions for the caller."""
     try:
         return function(*arguments, **keywords)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Cleanup of a call in a thread of its own, which no exception of a signal handler stops.
+"""Cleanup that no exception of a signal handler stops.
 
 Python runs signal handlers in the main thread, between any two instructions: two interrupts in a row end a `with` block
 by the first and its `__exit__` by the second, and a lock stays locked. Here what is to be undone is made, noted and
@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 
 class Cleanup:
-    """Stack of contexts that are entered and left in one thread."""
+    """Stack of contexts that are entered and left in a thread."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
@@ -34,7 +34,10 @@ class Cleanup:
             self.jobs.put(lambda: False)
 
     def enter(self, make: Callable[[], contextlib.AbstractContextManager[_Result]]) -> _Result:
-        """Makes and enters a context in the thread; an interrupt is raised when the context is noted."""
+        """Makes and enters a context in the thread.
+
+        An interrupt is raised when the context is noted.
+        """
         results: list[_Result] = []
         failures: list[BaseException] = []
         entered = Latch()
@@ -58,7 +61,10 @@ class Cleanup:
         self._stack.callback(function)
 
     def close(self) -> bool:
-        """Leaves all contexts, in the thread; returns False, which ends the thread."""
+        """Leaves all contexts in the thread, which ends.
+
+        It returns False.
+        """
         try:
             self._stack.close()
         except BaseException as error:
@@ -68,7 +74,9 @@ class Cleanup:
 
 
 def call_with_cleanup(function: Callable[[Cleanup], _Result]) -> _Result:
-    """Calls a function; then leaves what it has entered, even if signal handlers raise in every line.
+    """Calls a function, then leaves everything that it has entered.
+
+    Signal handlers may raise in every line of it.
 
     Raises:
       BaseException: of the function, of leaving, or of a signal handler, when all was left.

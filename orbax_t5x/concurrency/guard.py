@@ -1,4 +1,4 @@
-"""Guard of the public calls: what leaves one is an error of this package, or meant for the caller.
+"""Guard of the public calls: only typed or deliberate errors leave them.
 
 Meant are exceptions of the user's own code (callbacks, which `call_of_user` and `call_carried` mark, and signal
 handlers), wrong arguments, and warnings that are errors. All else, from a library below, from Python or from a mistake
@@ -33,7 +33,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def guarded(function: _Function) -> _Function:
-    """Decorates a public call; its errors name the path that the first argument, or that after `self`, is or has.
+    """Decorates a public call, so that its errors are typed.
+
+    They name the path that the first argument, or the argument after `self`, is or has.
 
     An argument with a method `place_of_errors` says itself which path and leaf it is about.
     """
@@ -65,7 +67,10 @@ def guarded(function: _Function) -> _Function:
 
 
 def typed(error: Exception, path: str | None = None, leaf: str | None = None) -> BaseException:
-    """Returns an error as a public call raises it: itself, a typed error with it as cause, or an interrupt."""
+    """Returns an error as a public call raises it.
+
+    That is the error itself, a typed error with it as cause, or an interrupt.
+    """
     if isinstance(error, CheckpointError | Warning) or is_for_caller(error):
         return error
     interrupt = _interrupt_behind(error)
@@ -82,7 +87,10 @@ def typed(error: Exception, path: str | None = None, leaf: str | None = None) ->
 
 
 def _interrupt_behind(error: BaseException) -> BaseException | None:
-    """Finds the interrupt whose handling raised an error: locks of Python complain if one comes while they wait."""
+    """Finds the interrupt behind an error.
+
+    Locks of Python complain if an interrupt comes while they wait.
+    """
     behind = error.__context__
     while behind is not None and not isinstance(behind, KeyboardInterrupt | SystemExit):
         behind = behind.__context__
@@ -94,7 +102,7 @@ def _cause_of(failure: BaseException, error: Exception) -> Exception | None:
 
 
 def is_meant_for_caller(error: Exception) -> bool:
-    """Tests whether an exception is a user's own, or says that an argument is wrong."""
+    """Tests if an exception is a user's or names a wrong argument."""
     if is_for_caller(error):
         return True
     if isinstance(error.__cause__, StopIteration | StopAsyncIteration):
@@ -106,21 +114,24 @@ def is_meant_for_caller(error: Exception) -> bool:
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, str]]:
-    """Yields the code and the module of each frame, from the guard's own to that which raised."""
+    """Yields the code and module of each frame, outermost first."""
     while traceback is not None:
         yield traceback.tb_frame.f_code, str(traceback.tb_frame.f_globals.get("__name__"))
         traceback = traceback.tb_next
 
 
 def _handlers() -> set[CodeType]:
-    """Lists the code of the user's signal handlers, which may raise in any frame."""
+    """Lists the code of the user's signal handlers.
+
+    They may raise in any frame.
+    """
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = [getattr(handler, "__code__", None) for handler in handlers if handler is not signal.default_int_handler]
     return {code for code in codes if code is not None}
 
 
 def _place_of(arguments: tuple[Any, ...]) -> tuple[str | None, str | None]:
-    """Returns the path and the leaf that one of the first two arguments is about."""
+    """Returns the path and leaf of the first two arguments."""
     for argument in arguments[:2]:
         if hasattr(argument, "place_of_errors"):
             return argument.place_of_errors()

@@ -1,4 +1,4 @@
-"""Event loops and blocking calls in threads of their own, and the thread that waits for them."""
+"""Event loops and blocking calls in threads of their own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Latch:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Ends all waits; only one thread may call this."""
+        """Ends all waits; only a single thread may call this."""
         if not self._is_set:
             self._is_set = True
             self._lock.release()
@@ -54,7 +54,9 @@ class Latch:
 
 
 def wait_undisturbed(is_over: Callable[[], bool]) -> None:
-    """Waits to the end although signal handlers raise; the first exception is raised at the end.
+    """Waits to the end although signal handlers raise.
+
+    The first exception is raised at the end.
 
     Args:
       is_over: waits for a moment; returns True at the end.
@@ -82,7 +84,7 @@ def wait_undisturbed(is_over: Callable[[], bool]) -> None:
 
 
 class CallerThread:
-    """Queue of functions that an event loop has run in the thread that waits for it.
+    """Queue of an event loop's functions for the waiting thread.
 
     JAX's settings (`enable_x64`, `default_device`, the mesh in use) belong to that thread. What a function raises is
     raised there, so that no exception of a user's callback reaches the event loop.
@@ -109,7 +111,10 @@ class CallerThread:
         return await result
 
     def serve(self, timeout: float) -> None:
-        """Runs the next function that comes within `timeout` seconds; what it raises is raised here."""
+        """Runs the next function that comes within `timeout` seconds.
+
+        Its exception is raised here.
+        """
         with contextlib.suppress(queue.Empty):
             job = self._jobs.get(timeout=timeout)
             if job is not None:
@@ -121,7 +126,9 @@ class CallerThread:
 
 
 class CallThread:
-    """Thread that makes blocking calls one after the other, so that what they allocate comes from one arena.
+    """Daemon thread that makes blocking calls in order.
+
+    Memory that they allocate comes from a single arena.
 
     A daemon, unlike the threads of an executor: the exit of Python does not wait for a call that never returns. It
     ends after `close`, and when nothing refers to this object any more.
@@ -132,7 +139,10 @@ class CallThread:
         threading.Thread(target=_call_all, args=(self._jobs,), name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
-        """Has a function called, also where its caller waits for it no longer; it cannot be cancelled."""
+        """Hands over a function, which nothing cancels.
+
+        It is called even if its caller no longer waits.
+        """
         future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
 
@@ -161,7 +171,10 @@ def _call_all(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def call_in_thread(function: Callable[[], _Result], name: str) -> concurrent.futures.Future[_Result]:
-    """Has a function called in a thread of its own, as by `CallThread.submit`."""
+    """Calls a function in a thread of its own.
+
+    The result is a future, as of `CallThread.submit`.
+    """
     thread = CallThread(name)
     future = thread.submit(function)
     thread.close()
@@ -205,7 +218,9 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _Serving:
-    """Event loop that is made, served and closed by one thread, which no interrupt of another can stop half-way.
+    """Event loop that a thread makes, serves and closes.
+
+    No interrupt of another thread can stop it half-way.
 
     `begun` is set when the loop is made, or cannot be made (`error`); `ended` when the thread has nothing left to do.
     """
@@ -243,14 +258,19 @@ class _Serving:
             self.ended.set()
 
     def stop(self) -> None:
-        """Ends the thread, also one that has not begun to serve; does not wait for it."""
+        """Ends the thread without waiting.
+
+        A thread that has not begun to serve ends, too.
+        """
         self.is_closing = True
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class _Call:
-    """Coroutine that an event loop runs for another thread; its methods are called in the loop.
+    """Coroutine that an event loop runs for another thread.
+
+    Its methods are called in the loop.
 
     The end is signalled by the task, not by the coroutine: one that is cancelled before its first step never runs.
     `is_wanted` is set to False by a caller that is interrupted. The loop looks at it several times a second: the
@@ -305,7 +325,7 @@ class _Call:
 
 
 class LoopThread:
-    """Event loop in a thread of its own, on which coroutines are run for callers of other threads.
+    """Event loop in a thread that runs coroutines for other threads.
 
     Never the caller's loop or thread: it works where a loop is already running, and no coroutine that holds arrays is
     ever handed to `asyncio.run` (whose runner formats the finished task, and so the arrays, on exit).
@@ -315,7 +335,11 @@ class LoopThread:
     """
 
     def __init__(self, name: str = "orbax_t5x-read") -> None:
-        """Begins a thread; a CheckpointIOError where the process is short of descriptors."""
+        """Begins a thread.
+
+        Raises:
+          CheckpointIOError: the process is short of descriptors.
+        """
         self._serving = _Serving()
         # `Thread.is_alive` and `join` take a living thread for an ended one when an interrupt comes in them.
         self._thread = threading.Thread(target=self._serving.serve, name=name, daemon=True)
@@ -327,7 +351,10 @@ class LoopThread:
         self._loop = self._serving.loop
 
     def is_current(self) -> bool:
-        """Tests whether the caller runs on this thread, where waiting for it would never end."""
+        """Tests if the caller runs on this thread.
+
+        There, waiting for it would never end.
+        """
         return threading.current_thread() is self._thread
 
     def is_alive(self) -> bool:
@@ -341,7 +368,9 @@ class LoopThread:
         wait_for_cancelled: bool = True,
         caller: CallerThread | None = None,
     ) -> None:
-        """Runs a coroutine that returns None to its end, and raises what it raises, never a group.
+        """Runs a coroutine to its end and raises its exception.
+
+        It returns None, and a group is never raised.
 
         Args:
           coroutine: what to run.
@@ -379,7 +408,7 @@ class LoopThread:
         return RuntimeError("the thread that reads has ended before this was read")
 
     def close(self) -> None:
-        """Stops the loop, and cancels what it runs; the thread ends."""
+        """Stops the loop, cancels its work and ends the thread."""
         self._serving.stop()
         wait_undisturbed(self._serving.ended.wait)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Results that several threads want and one of them computes."""
+"""Results that several threads want and a single thread computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _Result = TypeVar("_Result")
 
 
 class OnceEach(Generic[_Key, _Result]):
-    """Results by key: the first thread that wants one computes it, others wait; a failure is tried again later."""
+    """Results by key that the first thread computes.
+
+    Other threads wait for it; after a failure the next thread tries again.
+    """
 
     def __init__(self) -> None:
         self._results: dict[_Key, concurrent.futures.Future[_Result]] = {}

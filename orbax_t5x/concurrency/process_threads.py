@@ -1,4 +1,4 @@
-"""Threads that live as long as the process, made on first use, and the work that is divided between them."""
+"""Threads that live as long as the process, and their work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _FUNCTION_THREADS = 16
 
 
 class _ProcessThreads:
-    """Threads that live as long as the process, made on first use; a forked child makes its own.
+    """Threads of the process, made on first use.
+
+    They live as long as the process; a forked child makes its own.
 
     Without a lock, which a fork or an interrupt could leave locked: of two threads or pools that are made at once, one
     ends when its user has finished.
@@ -69,7 +71,7 @@ def reader_pool() -> concurrent.futures.ThreadPoolExecutor:
 
 
 def waiting_pool() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns the pool for calls of event loops that wait for another machine."""
+    """Returns the pool for calls that wait for another machine."""
     return _process_threads.pool("wait", _WAITING_THREADS)
 
 
@@ -79,7 +81,10 @@ def function_pool() -> concurrent.futures.ThreadPoolExecutor:
 
 
 def run_on_read_thread(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs a coroutine to its end on the read thread of the process, or, called from that thread, on another."""
+    """Runs a coroutine to its end on the read thread.
+
+    A call from that thread uses another thread.
+    """
     thread = _process_threads.read_thread()
     if not thread.is_current():
         thread.run(coroutine, wait_for_cancelled=False)
@@ -90,7 +95,9 @@ def run_on_read_thread(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def run_jobs(jobs: Iterable[Callable[[], _Result]]) -> list[_Result]:
-    """Runs blocking jobs, made as they are begun, and returns their results in any order.
+    """Runs blocking jobs and returns their results in any order.
+
+    Each job is made when it begins.
 
     The first error stops the rest, and is raised once no job is running any more. The calling thread takes jobs, too,
     and waits only for those that a helper thread has begun, so that calls from within a helper thread cannot starve

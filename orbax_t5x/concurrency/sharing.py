@@ -10,7 +10,9 @@ _Item = TypeVar("_Item")
 
 
 def balanced_shares(items: Iterable[_Item], size: Callable[[_Item], int], count: int) -> list[list[_Item]]:
-    """Divides items into `count` work shares of nearly the same size: the largest first, each to the smallest.
+    """Divides items into `count` shares of nearly the same size.
+
+    The largest item comes first; each goes to the smallest share.
 
     The same items in the same order give the same work shares everywhere.
     """

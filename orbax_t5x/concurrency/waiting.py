@@ -1,4 +1,4 @@
-"""Coroutines that are awaited together, in full, or within a budget of bytes."""
+"""Coroutines awaited together, in full, or within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _MOST_BLOCKS = 128
 
 
 async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterable[Coroutine[Any, Any, Any]]) -> None:
-    """Awaits coroutines together; the first failure cancels the rest, and is raised when all have ended.
+    """Awaits coroutines together.
+
+    The first failure cancels the rest, and is raised after they have ended.
 
     Args:
       coroutines: each is begun as it is taken; an asynchronous iterable may wait before it gives the next.
@@ -47,7 +49,7 @@ async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterabl
 
 
 async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:
-    """Awaits what cannot be cancelled; a cancellation is raised when it has ended."""
+    """Awaits to the end; a cancellation is raised afterwards."""
     waiting = asyncio.ensure_future(awaitable)
     try:
         return await asyncio.shield(waiting)
@@ -59,7 +61,10 @@ async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:
 
 
 class Budget:
-    """Budget of bytes in flight on one event loop, first in, first out; more than all of it waits for all others."""
+    """Budget of bytes in flight on an event loop.
+
+    It is first in, first out; a request for more than all of it waits until nothing is in flight.
+    """
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -89,10 +94,16 @@ class Budget:
 
 
 class BlocksInFlight:
-    """Blocks of arrays in flight on one event loop: a budget of their bytes, a bound on their number, and progress."""
+    """Blocks of arrays in flight on an event loop.
+
+    Their bytes and their number are bounded, and progress is reported.
+    """
 
     def __init__(self, limit: int, total: int, on_progress: Callable[[int, int, str], None] | None):
-        """Holds a limit of bytes; `on_progress` is called with the bytes that are done, those of all, and a name."""
+        """Holds a limit of bytes and the function for progress.
+
+        `on_progress` is called with the bytes that are done, all bytes, and a name.
+        """
         self._budget = Budget(limit)
         self._count = asyncio.Semaphore(_MOST_BLOCKS)
         self._total = total
@@ -100,7 +111,10 @@ class BlocksInFlight:
         self._on_progress = on_progress
 
     async def admit(self, size: int) -> int:
-        """Waits until a block of `size` bytes may begin, and returns the size for `admitted`."""
+        """Waits until a block of `size` bytes may begin.
+
+        Returns the size, for `admitted`.
+        """
         await self._count.acquire()
         await self._budget.take(size)
         return size

@@ -1,4 +1,4 @@
-"""Kauldron's `init_transform` that restores with `orbax_t5x`: pretrained values from a checkpoint of any format."""
+"""Kauldron's `init_transform` with values of a checkpoint of any format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _State = TypeVar("_State")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OrbaxT5X(InitTransform):
-    """Transform of Kauldron's initial state: parameters, and the optimizer's state if wanted, from a checkpoint.
+    """Transform of Kauldron's initial state.
+
+    It fills the parameters, and on request the optimizer's state, from a checkpoint.
 
     Values change; structure, shapes, dtypes and shardings stay those of the state, as Kauldron demands. Names of leaves
     are those of the state: `params/…`, `opt_state/…`.
@@ -52,7 +54,10 @@ class OrbaxT5X(InitTransform):
     is_resuming: bool | None = None
 
     def transform(self, state: _State) -> _State:
-        """Returns the state with the checkpoint's parameters; Kauldron calls it before it makes the optimizer."""
+        """Returns the state with the checkpoint's parameters.
+
+        Kauldron calls it before it makes the optimizer.
+        """
         return self._restored(state, ("params",), ("params",))
 
     def transform_after_optimizer(self, state: _State) -> _State:

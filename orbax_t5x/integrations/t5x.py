@@ -1,4 +1,6 @@
-"""A checkpointer of the shape of T5X's `CheckpointerConstructor`, so that a T5X job changes by a gin line.
+"""Checkpointer of the shape of T5X's `CheckpointerConstructor`.
+
+A T5X job changes to it by a gin line.
 
 T5X's training loop makes it with a train state, a partitioner and a directory, and calls `save`, `restore` and
 `restore_from_tf_checkpoint`. What is saved is T5X's own Orbax layout: `checkpoint_<step>/state`, which T5X's Orbax
@@ -90,7 +92,7 @@ class Checkpointer:
         *,
         concurrent_gb: int | None = None,
     ) -> None:
-        """Saves a step, and returns when it is written; the step is the train state's.
+        """Saves the train state's step and waits until it is written.
 
         Args:
           train_state: what to save.
@@ -106,11 +108,11 @@ class Checkpointer:
         return sorted(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
-        """Returns the newest step; None where there is none."""
+        """Returns the newest step, or None."""
         return self._manager.latest_step()
 
     def close(self) -> None:
-        """Waits for what is being saved, and releases the manager."""
+        """Waits for saves and releases the manager."""
         self._manager.close()
 
     # -- restoring
@@ -156,7 +158,7 @@ class Checkpointer:
     def restore_from_tf_checkpoint(
         self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: Any = None
     ) -> Any:
-        """Restores a train state from Mesh TensorFlow's checkpoint of a T5, without TensorFlow."""
+        """Restores a train state from Mesh TensorFlow's checkpoint, without TensorFlow."""
         return restore(
             path_or_dir,
             self._target(),
@@ -189,7 +191,7 @@ class Checkpointer:
 
 
 def _unbound(functions: Sequence[Callable[..., Any]]) -> tuple[list[Callable[..., Any]], bool]:
-    """Returns the functions without the `is_resuming` that T5X has bound to them, and what it was."""
+    """Returns functions without T5X's bound `is_resuming`, and its value."""
     found = []
     is_resuming = False
     for function in functions:

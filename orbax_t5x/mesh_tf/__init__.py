@@ -1,1 +1,1 @@
-"""The names of Mesh TensorFlow T5 checkpoints and what they are in T5X."""
+"""Names of Mesh TensorFlow's T5 checkpoints and their meaning in T5X."""

@@ -1,4 +1,6 @@
-"""Blocks of Mesh TensorFlow that hold several of T5X's layers, as models with experts in every other layer have them.
+"""Blocks of Mesh TensorFlow that hold several of T5X's layers.
+
+Models with experts in every second layer have them.
 
 A block's sublayers are what its gin file lists. T5's are self-attention, in a decoder cross-attention, and the
 feed-forward layer; a list of twice these makes one block of two layers.
@@ -21,7 +23,10 @@ _MODULES = frozenset().union(*_CYCLES["decoder"])
 
 
 def one_layer_blocks(names: Iterable[str]) -> dict[str, str]:
-    """Maps names in blocks of several layers to those that they would have in blocks of one; empty where all are."""
+    """Maps names in long blocks to names in blocks of a layer.
+
+    Empty if all blocks have a single layer.
+    """
     found = [match for name in names if (match := _SUBLAYER.fullmatch(name))]
     renames: dict[str, str] = {}
     for tower, cycle in _CYCLES.items():
@@ -38,6 +43,9 @@ def one_layer_blocks(names: Iterable[str]) -> dict[str, str]:
 
 
 def _is_in_cycle(match: re.Match[str], cycle: tuple[Iterable[str], ...]) -> bool:
-    """Reports whether a module is the one that T5X's layer has at that place; norms are everywhere."""
+    """Tests if T5X's layer has this module at that place.
+
+    Norms are everywhere.
+    """
     module = match["rest"].partition("/")[0]
     return module not in _MODULES or module in cycle[int(match["layer"]) % len(cycle)]

@@ -1,4 +1,6 @@
-"""The rule table from Mesh TensorFlow's names for T5 to T5X's, for `Translate` and for `checkpoint_importer`.
+"""Table of rules from Mesh TensorFlow's names to T5X's.
+
+`Translate` and `checkpoint_importer` use it.
 
 Names only: no array is transposed, reshaped or read. N is a block number, written without zero padding in T5X. A
 tower is `encoder`, `decoder`, or `transformer` (a decoder-only model), which T5X calls `decoder`. Parameters go under
@@ -54,13 +56,16 @@ def _layer(mesh_tf_tower: str, block: str) -> str:
 
 
 def _t5x_name(name: str, slot: str | None) -> str:
-    """Returns the location of a parameter, or of one of its slots, in T5X's state dict."""
+    """Returns the location of a parameter or slot in T5X's state."""
     return f"state/param_states/{name}/{SLOT_MAP[slot]}" if slot else f"target/{name}"
 
 
 @t5_importer.add(r"global_step")
 def global_step(opts: Mapping[str, Any], key: str, val: Any) -> tuple[str, Any]:
-    """Translates the step: int64 in Mesh TensorFlow, int32 in T5X; one that does not fit is an error when read."""
+    """Translates the step from int64 to int32.
+
+    A step that does not fit is an error when it is read.
+    """
     if hasattr(val, "cast_checked"):  # a view of a stored leaf
         return "state/step", val.cast_checked(np.int32)
     if not hasattr(val, "astype"):
@@ -73,7 +78,7 @@ def global_step(opts: Mapping[str, Any], key: str, val: Any) -> tuple[str, Any]:
 
 @t5_importer.add(rf"shared/embedding{_SLOT}")
 def shared_embeddings(opts: Mapping[str, Any], key: str, val: Any, slot: str | None = None) -> tuple[str, Any]:
-    """Translates one embedding for all towers (V,E)."""
+    """Translates an embedding (V,E) of all towers."""
     return _t5x_name("token_embedder/embedding", slot), val
 
 
@@ -81,7 +86,7 @@ def shared_embeddings(opts: Mapping[str, Any], key: str, val: Any, slot: str | N
 def separate_embeddings(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, slot: str | None = None
 ) -> tuple[str, Any]:
-    """Translates an embedding of one tower (V,E)."""
+    """Translates an embedding (V,E) of a tower."""
     return _t5x_name(f"{_tower(encdec)}/token_embedder/embedding", slot), val
 
 
@@ -89,7 +94,10 @@ def separate_embeddings(
 def rel_embeddings(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, slot: str | None = None
 ) -> tuple[str, Any]:
-    """Translates a relative-position bias (H,B), named as if every layer had one: see `place_relative_bias`."""
+    """Translates a relative-position bias (H,B).
+
+    Its name is that of a layer of its own: see `place_relative_bias`.
+    """
     # The pattern takes every sublayer, and stays so: checkpoints record a digest of the patterns.
     if _NOT_FIRST_SUBLAYER.search(key):
         raise ValueError("T5X has a relative_attention_bias only in layer_000 of a block")
@@ -125,7 +133,7 @@ def mlpblock(
     io_num: str | None = None,
     slot: str | None = None,
 ) -> tuple[str, Any]:
-    """Translates MLP kernels: wi, or the gated wi_0 and wi_1 (E,F); wo (F,E)."""
+    """Translates MLP kernels: wi, perhaps gated (E,F), and wo (F,E)."""
     if io_name == "wo" and io_num is not None:
         raise ValueError(f"there is no gated output projection, so {key!r} has no place in T5X")
     kernel = io_name if io_num is None else f"{io_name}_{io_num}"
@@ -136,7 +144,10 @@ def mlpblock(
 def experts(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, kernel: str, slot: str | None = None
 ) -> tuple[str, Any]:
-    """Translates the kernels of all experts of a layer: wi (X,E,F), gated or not; wo (X,F,E)."""
+    """Translates kernels of experts: wi (X,E,F), wo (X,F,E).
+
+    wi may be gated.
+    """
     return _t5x_name(f"{_layer(encdec, blocknum)}/mlp/expert/{kernel}/kernel", slot), val
 
 
@@ -144,7 +155,10 @@ def experts(
 def router(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, slot: str | None = None
 ) -> tuple[str, Any]:
-    """Translates the router of a layer with experts (E,X), whatever chooses by its logits."""
+    """Translates the router (E,X) of a layer with experts.
+
+    Its form does not depend on the way of choosing by its logits.
+    """
     return _t5x_name(f"{_layer(encdec, blocknum)}/mlp/router/router_weights/w/kernel", slot), val
 
 
@@ -152,7 +166,7 @@ def router(
 def layernorms(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, lyrnum: str, slot: str | None = None
 ) -> tuple[str, Any]:
-    """Translates the norm before a sublayer (E,), which its number identifies."""
+    """Translates the norm (E,) before a sublayer, known by its number."""
     norms = _LAYER_NORMS[encdec]
     if int(lyrnum) >= len(norms):
         raise ValueError(f"a block of {encdec!r} has {len(norms)} sublayers, so there is no norm {int(lyrnum)}")
@@ -188,7 +202,9 @@ _SHARED_BIAS = re.compile(r"(?:target|state/param_states)/(encoder|decoder)/relp
 
 
 def place_relative_bias(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
-    """Returns new names for relative biases that a whole tower shares, by the name that each replaces.
+    """Returns new names for relative biases that a tower shares.
+
+    They are by the name that each replaces.
 
     Mesh TensorFlow keeps a shared bias in block 0. A bias that only block 0 has is taken as the tower's, unless the
     target has biases in layers and none for the tower, and either they are only in layer 0 or the file has a single
@@ -221,14 +237,16 @@ def _layers_by_tower(pattern: re.Pattern[str], names: Iterable[str]) -> dict[str
 
 
 def _is_shared(target_shares: bool, target_layers: set[int], blocks: int) -> bool:
-    """Reports whether a bias found only in block 0 belongs to the whole tower of so many blocks."""
+    """Tests if the bias of block 0 belongs to the whole tower."""
     if target_shares or not target_layers:
         return True
     return blocks > 1 and target_layers != {0}
 
 
 def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
-    """Makes the (1,) zeros that T5X's Adafactor keeps in unused slots and Mesh TensorFlow does not store.
+    """Makes the (1,) zeros of unused slots.
+
+    T5X's Adafactor keeps them, and Mesh TensorFlow does not store them.
 
     Only for parameters of the file, and never in place of a slot that the file should have. Without a target (None),
     all, for parameters that have slots in the file. Of a parameter that the target has, only those among its leaves. Of
@@ -257,18 +275,20 @@ def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | Non
 
 
 def _whole_moments(state: str, target: Mapping[str, Any]) -> set[str]:
-    """Returns the second moments of a parameter that the target keeps and that are no placeholders."""
+    """Returns a parameter's second moments that the target keeps whole."""
     names = {slot: f"{state}/{slot}" for slot in (*_FACTORS, "v")}
     return {slot for slot, name in names.items() if name in target and not _is_placeholder(target[name])}
 
 
 def _is_placeholder(leaf: Any) -> bool:
-    """Reports whether a leaf of the target has shape (1,), or takes any (`...`)."""
+    """Tests if the target's leaf has shape (1,) or takes any."""
     return tuple(getattr(leaf, "shape", (1,))) == (1,)
 
 
 def _known_parameters(target: Iterable[str]) -> frozenset[str] | None:
-    """Returns the parameters whose slots a target names as T5X does; None without Adafactor slots.
+    """Returns the parameters with slots of T5X's names, or None.
+
+    None: the target has no slots of Adafactor.
 
     None of them in a target with Optax's factored state (`…/v_row/<parameter>`), which has other names for all slots.
     """

@@ -1,4 +1,4 @@
-"""Renames the leaves of a checkpoint by an ordered table of patterns and functions.
+"""Renames leaves by an ordered table of patterns and functions.
 
 The interface is T5X's: `add(pattern)` decorates a rule, `apply(flatdict, **opts)` runs the first rule whose pattern
 matches the whole name. A rule gets names and lazy arrays and reads nothing. Names that no rule matches, and two names
@@ -22,7 +22,7 @@ _RECORDED_MODULES = {"orbax_t5x.mesh_tf.rules": "orbax_t5x.rules.mesh_tf"}
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """The translation of one flat dict.
+    """The translation of a flat dict.
 
     Attributes:
       values: by new name, in the order of the sources.
@@ -42,7 +42,7 @@ class Translation:
 
 
 class CheckpointTranslator:
-    r"""An ordered table of rules that rename the leaves of a flat state dict.
+    r"""An ordered table of rules that rename leaves.
 
     Example:
       >>> translator = ot.checkpoint_importer.CheckpointTranslator()
@@ -57,7 +57,7 @@ class CheckpointTranslator:
         self.rules: list[tuple[re.Pattern[str], Rule]] = []
 
     def add(self, pattern: str) -> Callable[[_RuleT], _RuleT]:
-        """Registers the decorated function for names that `pattern` matches from end to end.
+        """Registers the decorated function for names that `pattern` matches whole.
 
         The function is called as `fn(opts, key, val, *groups)`: the keywords of `apply` as a dict, the name, the
         value and the pattern's groups (None for one that took no part). It returns the new name and the value; None
@@ -93,7 +93,7 @@ class CheckpointTranslator:
         return translation.values
 
     def translate(self, flatdict: Mapping[str, Any], opts: Mapping[str, Any]) -> Translation:
-        """As `apply`, but what is wrong is gathered in the result instead of raised."""
+        """Applies the table; problems are gathered in the result."""
         result = Translation({}, {}, {}, [], [], [])
         for key, value in flatdict.items():
             self._translate_leaf(key, value, dict(opts), result)
@@ -121,11 +121,17 @@ class CheckpointTranslator:
         result.unmatched.append(key)
 
     def describe(self) -> str:
-        """Returns the table as text that is the same in every process: patterns and the functions' qualified names."""
+        """Returns the table as text, equal in every process.
+
+        It has the patterns and the functions' qualified names.
+        """
         return "; ".join(f"{pattern.pattern} -> {_recorded_name(function)}" for pattern, function in self.rules)
 
     def digest(self) -> str | None:
-        """Returns text that is the same for equal tables in every process; None with a lambda or a closure."""
+        """Returns text that is equal for equal tables, or None.
+
+        It is the same in every process; None with a lambda or a closure.
+        """
         for _, function in self.rules:
             if getattr(function, "__closure__", None) is not None or "<lambda>" in function.__qualname__:
                 return None

@@ -1,4 +1,4 @@
-"""T5 in Flax linen (`models.linen`) and in Flax NNX (`models.nnx`): models to begin with, to be copied and changed.
+"""T5 in linen (`models.linen`) and NNX (`models.nnx`), to be copied and changed.
 
 Both compute T5.1.0, T5.1.1, mT5, umT5 and their encoders by their `T5Config`, which `config_of` reads from a
 checkpoint and its config.json. Every parameter has logical axes for `orbax_t5x.with_shardings`. linen's parameters have

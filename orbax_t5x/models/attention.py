@@ -1,4 +1,4 @@
-"""Relative positions, masks, dot-product attention with a cache, and greedy decoding, as both models compute them."""
+"""Attention with relative positions and a cache, and greedy decoding."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ def position_buckets(config: T5Config, queries: jax.Array, keys: jax.Array, *, b
 
 
 def padding_mask(inputs: jax.Array) -> jax.Array:
-    """Returns what is added to attention weights: padding, id 0, is not attended to. [batch, 1, 1, length]."""
+    """Makes the mask [batch, 1, 1, length] that hides padding, id 0.
+
+    It is added to the attention weights.
+    """
     return jnp.where(inputs > 0, 0.0, MASKED)[:, None, None, :]
 
 
 def causal_mask(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Returns the mask under which no position attends to a later one: [1, 1, queries, keys]."""
+    """Makes the mask [1, 1, queries, keys] that hides later positions."""
     return jnp.where(keys[None, :] <= queries[:, None], 0.0, MASKED)[None, None]
 
 
@@ -81,7 +84,10 @@ def keep_all(x: jax.Array) -> jax.Array:
 
 
 def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-    """Sets random entries to 0, equal along axis -2, and scales the others."""
+    """Sets random entries to 0 and scales the rest.
+
+    Along axis -2 the choice is equal.
+    """
     shape = (*x.shape[:-2], 1, x.shape[-1])
     keep = jax.random.bernoulli(key, 1 - rate, shape)
     return jnp.where(jnp.broadcast_to(keep, x.shape), x / jnp.asarray(1 - rate, x.dtype), jnp.zeros_like(x))
@@ -90,7 +96,10 @@ def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, dropout: Dropout = keep_all
 ) -> jax.Array:
-    """Mixes values; [batch, length, heads, head dim]. T5 does not scale: its initializer does."""
+    """Mixes values [batch, length, heads, head dim] by attention.
+
+    T5 does not scale: its initializer does.
+    """
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) + bias.astype(query.dtype))
     return jnp.einsum("bhqk,bkhd->bqhd", dropout(weights.astype(query.dtype)), value)
 
@@ -118,7 +127,10 @@ def require_targets(config: T5Config, targets: Any) -> None:
 
 
 def extended(cache: Cache | None, key: jax.Array, value: jax.Array, start: jax.Array | int) -> tuple[Any, Any, Any]:
-    """Puts keys and values of new positions into the cache of a layer; returns all of them, and the cache."""
+    """Puts new keys and values into the cache of a layer.
+
+    Returns all keys, all values, and the cache.
+    """
     if cache is None:
         return key, value, None
     new = {
@@ -129,12 +141,12 @@ def extended(cache: Cache | None, key: jax.Array, value: jax.Array, start: jax.A
 
 
 def shifted_right(targets: jax.Array) -> jax.Array:
-    """Returns what the decoder sees while it predicts the targets: id 0, and all targets but the last."""
+    """Returns the decoder's inputs: id 0, then all targets but the last."""
     return jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
 
 
 def empty_cache(config: T5Config, batch: int, length: int) -> Cache:
-    """Makes the cache with which decoding begins.
+    """Makes the cache for the beginning of decoding.
 
     Args:
       config: of the model.

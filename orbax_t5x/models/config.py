@@ -1,4 +1,4 @@
-"""Sizes and function of a T5, found in a checkpoint's leaves and its config.json.
+"""Sizes and function of a T5, found in its checkpoint.
 
 Leaves show sizes and layout. The activation, the scale of the logits, the largest distance of the position bias and the
 kind of attention are in `config.json` only, and what its keys mean depends on the version of Transformers that wrote
@@ -43,7 +43,9 @@ _COMPARED_BYTES = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """Sizes, layout and function of a T5; the defaults are a tiny T5.1.1's.
+    """Sizes, layout and function of a T5.
+
+    The defaults are a tiny T5.1.1's.
 
     Attributes:
       vocab, embed, heads, head_dim, mlp: sizes; Hugging Face calls them vocab_size, d_model, num_heads, d_kv, d_ff.
@@ -109,7 +111,9 @@ class T5Config:
 
 
 def config_of(checkpoint: Any) -> T5Config:
-    """Finds the config of the T5 in a checkpoint, in any layout that a rule pack knows.
+    """Finds the config of the T5 in a checkpoint.
+
+    The layout may be any that a rule pack knows.
 
     Sizes come from the leaves. `config.json`, if the checkpoint has it (`checkpoint.metadata["config"]`), decides the
     function, by the meaning of its keys in the version of Transformers that wrote it. Without it a gated T5 has
@@ -154,7 +158,7 @@ def config_of(checkpoint: Any) -> T5Config:
 
 
 def _config_of_leaves(leaves: Mapping[str, Any]) -> T5Config:
-    """Returns the config of parameters with the names of T5X's minimal T5."""
+    """Returns the config of parameters with T5X's minimal names."""
     shapes: dict[str, tuple[int, ...]] = {name: tuple(getattr(leaf, "shape", ())) for name, leaf in leaves.items()}
     vocab, embed = shapes[_EMBEDDING]
     per_layer_bias = "encoder/relpos_bias/rel_embedding" not in shapes
@@ -188,7 +192,10 @@ def _tower_depth(shapes: Mapping[str, Any], tower: str) -> int:
 
 
 def _has_equal_head(leaves: Mapping[str, Any]) -> bool:
-    """Compares an output projection with the embedding, number by number, until two differ."""
+    """Compares an output projection with the embedding.
+
+    It stops at the second difference.
+    """
     head, embedding = leaves.get(_HEAD), leaves.get(_EMBEDDING)
     if head is None or embedding is None or tuple(head.shape) != tuple(embedding.shape)[::-1]:
         return False
@@ -304,7 +311,7 @@ class _TheirConfig:
         return activation, bool(gate)
 
     def _logits(self, found: T5Config, leaves: Mapping[str, Any]) -> tuple[bool, bool]:
-        """Returns whether the logits are tied, and whether the decoder's output is scaled.
+        """Decides if logits are tied and the decoder's output is scaled.
 
         Version 4 ties by `tie_word_embeddings`, and scales what is tied. Version 5 ties what the file lacks; T5 scales
         by `scale_decoder_outputs`, mT5 never, umT5 always.

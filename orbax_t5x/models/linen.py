@@ -1,4 +1,4 @@
-"""A T5 encoder-decoder in linen, with the names, shapes and logical axes of T5X's two networks.
+"""A T5 in linen with T5X's names, shapes and logical axes.
 
 Two layouts of one function. Unrolled ("minimal T5"): attention kernels (E,J), layers under `layers_i`, one relative
 position bias per tower. Scanned ("scalable T5", `scan_layers=True`): kernels (E,H,D), all layers of a tower stacked on
@@ -33,7 +33,10 @@ def _fan_in(fan_in: int):
 
 
 class Kernel(nn.Module):
-    """A bias-free projection; `contract` trailing axes of the input meet the leading axes of the kernel."""
+    """A bias-free projection.
+
+    The last `contract` axes of the input meet the first axes of the kernel.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -87,7 +90,7 @@ class RelativeBias(nn.Module):
 
 
 class Attention(nn.Module):
-    """Dot-product attention of `x` to `memory`; with a cache, of what it holds as well."""
+    """Dot-product attention of `x` to `memory` and to the cache."""
 
     config: T5Config
 
@@ -178,7 +181,10 @@ class DecoderLayer(nn.Module):
 
 
 class LayerStack(nn.Module):
-    """The layers of one side, unrolled or scanned, the norm after them, and the decoder's logits where not tied."""
+    """The layers of a side, their norm, and the decoder's logits.
+
+    Layers are unrolled or scanned; tied logits are elsewhere.
+    """
 
     config: T5Config
     side: str  # "encoder" or "decoder"
@@ -245,7 +251,7 @@ class T5(nn.Module):
             self.decoder = LayerStack(self.config, "decoder")
 
     def __call__(self, inputs: jax.Array, targets: jax.Array | None = None) -> jax.Array:
-        """Computes the logits of each target, given the inputs and the targets before.
+        """Computes the logits of each target from inputs and earlier targets.
 
         Args:
           inputs: [batch, inputs].
@@ -299,7 +305,10 @@ class T5(nn.Module):
 
 
 def decode_greedily(model: T5, params: Any, inputs: jax.Array, steps: int) -> jax.Array:
-    """Decodes the most likely tokens, [batch, steps], padded after the end, id 1; each step computes one position."""
+    """Decodes the most likely tokens, [batch, steps].
+
+    Tokens after the end, id 1, are padding; each step computes a single position.
+    """
     variables = {"params": params}
     encoded = model.apply(variables, inputs, method="encode")
     cache = attention.empty_cache(model.config, len(inputs), steps)

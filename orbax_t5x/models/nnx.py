@@ -1,4 +1,4 @@
-"""A T5 encoder-decoder in Flax NNX: the same function as `models.linen`, with the names that NNX gives.
+"""A T5 in Flax NNX: the function of `models.linen`, NNX's names.
 
 Layers are in an `nnx.List` (`encoder/layers/0/attention/query/kernel`), everything else has T5X's names; kernels are
 (E,J), and logical axes are the variables' metadata, for `orbax_t5x.with_shardings`.
@@ -66,7 +66,7 @@ class NnxRelativeBias(nnx.Module):
 
 
 class NnxAttention(nnx.Module):
-    """Dot-product attention of `x` to `memory`; with a cache, of what it holds as well."""
+    """Dot-product attention of `x` to `memory` and to the cache."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.heads = config.heads
@@ -200,7 +200,7 @@ class NnxEncoder(nnx.Module):
 
 
 class NnxDecoder(nnx.Module):
-    """The decoder's layers, the norm after them, and the logits if they are not tied."""
+    """The decoder's layers, their norm, and logits that are not tied."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -256,7 +256,9 @@ class NnxT5(nnx.Module):
     def __call__(
         self, inputs: jax.Array, targets: jax.Array | None = None, *, rngs: nnx.Rngs | None = None
     ) -> jax.Array:
-        """Computes the logits of each target, given the inputs and the targets before: [batch, targets, vocab].
+        """Computes the logits of each target from inputs and earlier targets.
+
+        Their shape is [batch, targets, vocab].
 
         An encoder takes no targets, and returns its output, [batch, inputs, embed].
 
@@ -306,7 +308,10 @@ class NnxT5(nnx.Module):
 
 
 def decode_greedily(model: NnxT5, inputs: jax.Array, steps: int) -> jax.Array:
-    """Decodes the most likely tokens, [batch, steps], padded after the end, id 1; each step computes one position."""
+    """Decodes the most likely tokens, [batch, steps].
+
+    Tokens after the end, id 1, are padding; each step computes a single position.
+    """
     encoded = model.encode(inputs)
     cache = attention.empty_cache(model.config, len(inputs), steps)
     return attention.greedy(

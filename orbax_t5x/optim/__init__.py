@@ -1,1 +1,1 @@
-"""The optimizers and their state: what the T5X modules at the top are made of."""
+"""Optimizers and their states, for the T5X modules at the top."""

@@ -1,4 +1,4 @@
-"""Adafactor's update of one parameter: pure functions of `jax.numpy`.
+"""Adafactor's update of a parameter, as pure functions.
 
 The hyper-parameters and the slots of a parameter are Flax structs. What a parameter does not use stays as it is, so
 that shapes, dtypes and shardings of a state never change. The operations, their order and the dtypes that they have are
@@ -19,7 +19,10 @@ from orbax_t5x.optim.factored_dims import FactorDims
 
 
 class AdafactorHyperParams(flax.struct.PyTreeNode):
-    """The arguments of `Adafactor`, but for the dtype of the momentum, which a step cannot change."""
+    """Arguments of `Adafactor` that a step may change.
+
+    Only the dtype of the momentum is fixed.
+    """
 
     learning_rate: Any
     factored: bool
@@ -41,7 +44,7 @@ class AdafactorHyperParams(flax.struct.PyTreeNode):
 
 
 class AdafactorParamState(flax.struct.PyTreeNode):
-    """The slots of one parameter.
+    """The slots of a parameter.
 
     Attributes:
       v_row: mean of the squared gradient over the COLUMN dimensions, or zeros((1,)).
@@ -57,7 +60,10 @@ class AdafactorParamState(flax.struct.PyTreeNode):
 
 
 def init_slots(dims: FactorDims, param: Any, dtype_momentum: Any) -> AdafactorParamState:
-    """Makes the slots of a parameter before the first step; `dtype_momentum` is None where no momentum is kept."""
+    """Makes the slots of a parameter before the first step.
+
+    `dtype_momentum` is None if no momentum is kept.
+    """
     # An array for each: a buffer that a state has twice cannot be donated to a step.
     slots = AdafactorParamState(*(jnp.zeros((1,), jnp.float32) for _ in range(4)))
     if dims.factored:
@@ -71,7 +77,10 @@ def init_slots(dims: FactorDims, param: Any, dtype_momentum: Any) -> AdafactorPa
 
 
 def clip_by_global_norm(grads: Sequence[Any], threshold: Any) -> list[Any]:
-    """Scales all gradients together so that their common norm is at most the threshold (Pascanu et al., 2013)."""
+    """Scales all gradients to a common norm of at most the threshold.
+
+    See Pascanu et al., 2013.
+    """
     squares = jnp.array([jnp.sum(jnp.square(grad)) for grad in grads])
     norm = jnp.sqrt(jnp.sum(squares))
     scale = threshold * jnp.minimum(1.0 / threshold, 1.0 / norm)
@@ -79,7 +88,7 @@ def clip_by_global_norm(grads: Sequence[Any], threshold: Any) -> list[Any]:
 
 
 def second_moment_decay(step: Any, decay_rate: Any) -> Any:
-    """Computes 1 - t ** -decay_rate at step t, which counts from 1 where `step` counts from 0."""
+    """Computes 1 - t ** -decay_rate for t = step + 1."""
     t = jnp.array(step, jnp.float32) + 1.0
     return 1.0 - t ** (-decay_rate)
 
@@ -87,7 +96,7 @@ def second_moment_decay(step: Any, decay_rate: Any) -> Any:
 def step_param(
     hyper_params: AdafactorHyperParams, path: str, dims: FactorDims, beta2: Any, param: Any, slots: Any, grad: Any
 ) -> tuple[Any, Any]:
-    """Computes one parameter's new value and slots, which are of the same class.
+    """Computes a parameter's new value and slots of the same class.
 
     `beta2` is the second moment's decay at this step; hyper-parameters may be given by name (`path`).
     """
@@ -110,7 +119,10 @@ def step_param(
 
 
 def _normalize(epsilon: Any, dims: FactorDims, beta2: Any, slots: Any, grad: Any) -> tuple[Any, dict[str, Any]]:
-    """Divides the gradient by the root of its second moment; returns it and the new moments."""
+    """Divides the gradient by the root of its second moment.
+
+    Returns it and the new moments.
+    """
     mixing_rate = 1.0 - beta2
     square = grad * grad + epsilon
     if not dims.factored:
@@ -127,7 +139,10 @@ def _normalize(epsilon: Any, dims: FactorDims, beta2: Any, slots: Any, grad: Any
 
 
 def _param_scale(hyper_params: AdafactorHyperParams, path: str, param: Any, averaging: tuple[int, ...]) -> Any:
-    """Returns the factor of a parameter's learning rate: 1, or an array that broadcasts against the parameter."""
+    """Returns the factor of a parameter's learning rate.
+
+    It is 1, or an array that broadcasts against the parameter.
+    """
     scaled = hyper_params.multiply_by_parameter_scale
     if not (scaled[path] if isinstance(scaled, HParamMap) else scaled):
         return 1

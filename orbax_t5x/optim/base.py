@@ -1,4 +1,4 @@
-"""Base of T5X's optimizers: a definition without arrays, a state, and the two as one pytree.
+"""Base of T5X's optimizers: definition, state, and both as a pytree.
 
 An `OptimizerDef` holds hyper-parameters and pure functions; an `Optimizer` is the pytree that is trained, sharded,
 saved and restored. Nothing here makes a copy on the host: states hold `jax.Array`s, also the step, or whatever abstract
@@ -30,12 +30,15 @@ class OptimizerState(flax.struct.PyTreeNode):
 
 
 def first_step() -> jax.Array:
-    """Returns step 0 as an array: a jitted step is compiled once, and an abstract state has its dtype."""
+    """Returns step 0 as an array.
+
+    So a jitted step is compiled once, and an abstract state has its dtype.
+    """
     return jnp.zeros((), jnp.int32)
 
 
 class OptimizerDef:
-    """Base class of the definitions: how to make a state, and how to apply gradients.
+    """Base class of definitions, which make states and apply gradients.
 
     Attributes:
       hyper_params: a Flax struct (anything with `replace`), or a list of them.
@@ -76,7 +79,10 @@ class OptimizerDef:
         raise NotImplementedError
 
     def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
-        """Returns the hyper-parameters with some replaced; `hyper_params=` replaces all. The definition stays."""
+        """Returns the hyper-parameters with some replaced.
+
+        `hyper_params=` replaces all. The definition stays.
+        """
         hyper_params = hyper_param_overrides.pop("hyper_params", self.hyper_params)
         if hyper_param_overrides:
             hyper_params = hyper_params.replace(**hyper_param_overrides)
@@ -93,7 +99,9 @@ class OptimizerDef:
     def restore_state(
         self, opt_target: Any, opt_state: OptimizerState, state_dict: dict[str, Any]
     ) -> tuple[Any, OptimizerState]:
-        """Returns parameters and state of the given structures with the leaves of a state dict.
+        """Returns parameters and state with the leaves of a state dict.
+
+        Their structures are the given trees'.
 
         Raises:
           ValueError: an entry of the structure is not in the state dict.
@@ -108,7 +116,9 @@ class OptimizerDef:
         return target, state
 
     def derive_logical_axes(self, optimizer: Optimizer, /, param_logical_axes: Any) -> Optimizer:
-        """Returns the optimizer with partition specs for leaves, or None where a leaf has no logical axes.
+        """Returns the optimizer with partition specs for leaves.
+
+        A leaf without logical axes has None.
 
         Args:
           optimizer: of this definition; its leaves may be abstract.
@@ -120,7 +130,7 @@ class OptimizerDef:
 
 
 class Optimizer(flax.struct.PyTreeNode):
-    """Parameters and optimizer state as one pytree; the definition is static.
+    """Parameters and optimizer state as a pytree with a static definition.
 
     Attributes:
       optimizer_def: how to step.
@@ -133,7 +143,10 @@ class Optimizer(flax.struct.PyTreeNode):
     target: Any
 
     def apply_gradient(self, grads: Any, **hyper_param_overrides: Any) -> Self:
-        """Applies `grads`, a tree like `target`, once; hyper-parameters may be replaced for this step."""
+        """Applies `grads`, a tree like `target`.
+
+        Hyper-parameters may be replaced for this step.
+        """
         hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
         target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
         return self.replace(target=target, state=state)

@@ -1,4 +1,4 @@
-"""T5X's rules for how Adafactor factors the second moment of each parameter.
+"""T5X's rules for factoring Adafactor's second moments.
 
 A rule gives each dimension a role: ROW and COLUMN dimensions are reduced as two groups, BATCH dimensions separate
 independent matrices, NONE means that the second moment is kept whole. A rule comes from the parameter's name
@@ -50,7 +50,9 @@ _FACTOR_NAMES = {
 
 
 def factor_name_to_factordim(name: Any) -> Any:
-    """Converts a name to a `FactorDim`: row, column (or col), batch, none (or unfactorized), in upper or lower case.
+    """Converts a name in any case to a `FactorDim`.
+
+    Names are row, column (or col), batch, none (or unfactorized).
 
     What is not a string stays as it is.
     """
@@ -83,7 +85,9 @@ STANDARD_LOGICAL_FACTOR_RULES: LogicalFactorRules = {
 
 
 class HParamMap:
-    """A hyper-parameter per parameter: the value of the first pattern found in the parameter's '/'-joined name.
+    """A hyper-parameter per parameter, by patterns of names.
+
+    The first pattern found in the '/'-joined name decides.
 
     Args:
       rules: pairs of a regular expression, searched for anywhere in the name, and a value.
@@ -99,7 +103,7 @@ class HParamMap:
         raise KeyError(f"No rule found for parameter: {key}")
 
     def __call__(self, params: Any) -> Any:
-        """Returns a tree like the parameters with each one's value in its place."""
+        """Returns a tree like the parameters with the value of each."""
         names, _, treedef = flatten_by_name(params)
         return treedef.unflatten([self[name] for name in names])
 
@@ -114,7 +118,7 @@ class HParamMap:
 
 
 def rules_from_axes(param_logical_axes: Any, logical_factor_rules: LogicalFactorRules) -> dict[str, FactorRule]:
-    """Derives the rule of each parameter, by its name, from its logical axis names.
+    """Derives each parameter's rule from its logical axis names.
 
     Args:
       param_logical_axes: a tree like the parameters whose leaves are `PartitionSpec`s of axis names.

@@ -1,4 +1,4 @@
-"""Dimensions of a parameter that Adafactor's factored second moment is averaged over (arXiv 1804.04235).
+"""Dimensions that Adafactor's factored second moment averages over (arXiv 1804.04235).
 
 `v_row` is the mean over the COLUMN dimensions and `v_col` the mean over the ROW dimensions; both keep the BATCH
 dimensions (layers). Up to rank 2 the sizes decide which dimension is which, in T5X and in Optax. Above rank 2 Optax
@@ -29,7 +29,7 @@ _MAX_RANK_TRIED = 6
 
 
 class FactorDims(NamedTuple):
-    """The dimensions that are averaged over for a parameter of one shape.
+    """The averaged dimensions of parameters of a shape.
 
     Attributes:
       averaging: the dimensions over which the parameter's scale and the clipping average: all but BATCH.
@@ -47,18 +47,20 @@ class FactorDims(NamedTuple):
         return bool(self.row)
 
     def kept(self, rank: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Returns the dimensions of the parameter that v_row has, and those that v_col has."""
+        """Returns the dimensions of v_row and of v_col."""
         dims = frozenset(range(rank))
         return dims.difference(self.column), dims.difference(self.row)
 
     def slot_shapes(self, shape: Sequence[int]) -> tuple[Shape, Shape]:
-        """Returns the shapes of v_row and v_col for a parameter of a shape."""
+        """Returns the shapes of v_row and v_col for a parameter."""
         row, column = (tuple(shape[dim] for dim in sorted(kept)) for kept in self.kept(len(shape)))
         return row, column
 
 
 def dims_by_size(shape: Sequence[int], min_dim_size_to_factor: int = 0) -> FactorDims | None:
-    """Takes the second largest dimension as ROW and the largest as COLUMN; None where they are too few or too small.
+    """Takes the second largest dimension as ROW, the largest as COLUMN.
+
+    None: they are too few or too small.
 
     Of equal dimensions the later one counts as larger: a square matrix averages its rows' moment over dimension 1.
     """
@@ -71,7 +73,10 @@ def dims_by_size(shape: Sequence[int], min_dim_size_to_factor: int = 0) -> Facto
 
 
 def dims_by_rule(rule: Sequence[FactorDim]) -> FactorDims:
-    """Returns the dimensions that a rule with one part per dimension names."""
+    """Returns the dimensions that a rule names.
+
+    The rule has a part per dimension.
+    """
     row, column = (tuple(dim for dim, part in enumerate(rule) if part is wanted) for wanted in _FACTORED_PARTS)
     return FactorDims(tuple(dim for dim, part in enumerate(rule) if part is not FactorDim.BATCH), row, column)
 
@@ -133,7 +138,7 @@ def possible_dims(
     *,
     always_by_size: bool = False,
 ) -> tuple[FactorDims, ...]:
-    """Lists all dimensions over which the slots of a checkpoint may have been averaged.
+    """Lists all dimensions that a checkpoint's slots may average over.
 
     `v_row` and `v_col` are shapes, or None where not known, and so is T5X's rule, which counts for ranks above 2. With
     `always_by_size` the sizes decide for every rank (Optax), not only up to rank 2.

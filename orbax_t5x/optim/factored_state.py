@@ -1,4 +1,4 @@
-"""Matches T5X's Adafactor slots with the leaves of `optax.adafactor`'s factored state that have the same values.
+"""Pairs T5X's Adafactor slots with `optax.adafactor`'s leaves of equal values.
 
 Both keep running means of the squared gradient over one dimension of each matrix. Optax always takes the two largest
 dimensions: its v_row lacks the largest, its v_col the second largest. T5X does so for matrices by size; under logical
@@ -29,7 +29,7 @@ _RESET = Fix.setting("start the optimizer anew: Drop the optimizer's leaves and 
 
 @dataclasses.dataclass
 class SlotConversion:
-    """Sources of one library's state in the other's.
+    """Sources of a library's state in the other library's.
 
     Attributes:
       renames: for each leaf of the target's state, the source leaf with the same values.
@@ -47,7 +47,9 @@ class SlotConversion:
 def match_slots(
     shape: Shape, t5x: Mapping[str, Shape], optax: Mapping[str, Shape], rule: Sequence[FactorDim] | None = None
 ) -> dict[str, str]:
-    """Finds, for each of Optax's slots of a parameter, the T5X slot that has the same values, by their shapes.
+    """Finds the T5X slot of equal values for each Optax slot.
+
+    Shapes decide.
 
     Without T5X's rule the shapes decide, which are ambiguous where dimensions of a parameter of rank 3 and above are
     equal: a ValueError, and so are values that are not the same.
@@ -80,7 +82,9 @@ def match_slots(
 def t5x_to_optax(
     source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
 ) -> SlotConversion:
-    """Fills a target that holds `optax.adafactor`'s state, anywhere in the tree, from a T5X Adafactor checkpoint.
+    """Fills `optax.adafactor`'s state from a T5X Adafactor checkpoint.
+
+    The state may be anywhere in the target.
 
     Source and target are shapes by name, the source in T5X's layout (`target/…`, `state/param_states/<param>/v_row`).
     """
@@ -96,7 +100,10 @@ def t5x_to_optax(
 def optax_to_t5x(
     source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
 ) -> SlotConversion:
-    """Fills a T5X Adafactor target from a checkpoint with `optax.adafactor`'s state; see `t5x_to_optax`."""
+    """Fills a T5X Adafactor target from `optax.adafactor`'s state.
+
+    See `t5x_to_optax`.
+    """
     result = SlotConversion()
     for prefix, params in _factored_states(source).items():
         pairing = _Pairing(result, target, source, prefix, _entries(source, prefix), rules or {}, to_optax=False)
@@ -114,7 +121,10 @@ def optax_to_t5x(
 
 @dataclasses.dataclass
 class _Pairing:
-    """Matcher of one factored Optax state with T5X's slots; `to_optax` where T5X's side is the source."""
+    """Matcher of a factored Optax state with T5X's slots.
+
+    `to_optax`: T5X's side is the source.
+    """
 
     result: SlotConversion
     t5x: Mapping[str, Shape]
@@ -130,7 +140,7 @@ class _Pairing:
         return [f"{self.prefix}count", *(name for name in others if name in self.optax)]
 
     def convert(self, param: str) -> None:
-        """Adds the leaves of one parameter to the result."""
+        """Adds the leaves of a parameter to the result."""
         t5x_names = {slot: f"{_T5X_STATES}{param}/{slot}" for slot in _SLOTS}
         optax_names = {slot: f"{self.prefix}{slot}/{param}" for slot in _SLOTS}
         values = [f"{prefix}{param}" for prefix in _PARAMS]
@@ -155,7 +165,10 @@ class _Pairing:
         self._convert_momentum(param, shape)
 
     def _convert_momentum(self, param: str, shape: Shape) -> None:
-        """Adds the momentum: the state of Optax's `ema`, and T5X's m, which is a placeholder where there is none."""
+        """Adds the momentum.
+
+        It is the state of Optax's `ema`, and T5X's m, which is a placeholder if there is no momentum.
+        """
         m = f"{_T5X_STATES}{param}/m"
         if m not in self.t5x:
             return
@@ -178,7 +191,10 @@ class _Pairing:
 
 
 def _step(names: Mapping[str, Shape]) -> str:
-    """Returns the name of the step: T5X's own, unless the tree has only Flax's."""
+    """Returns the name of the step.
+
+    It is T5X's own, unless the tree has only Flax's.
+    """
     return next((name for name in STEPS if name in names), STEPS[0])
 
 
@@ -187,7 +203,7 @@ def _is_whole(slots: Mapping[str, Shape], shape: Shape) -> bool:
 
 
 def _factored_states(names: Mapping[str, Shape]) -> dict[str, list[str]]:
-    """Returns the parameters of every factored Optax state, by the prefix of its fields."""
+    """Returns the parameters of factored Optax states, by their fields' prefix."""
     found: dict[str, list[str]] = {}
     for name in names:
         parts = name.split("/")
@@ -201,7 +217,7 @@ def _factored_states(names: Mapping[str, Shape]) -> dict[str, list[str]]:
 
 
 def _entries(names: Mapping[str, Shape], prefix: str) -> list[str]:
-    """Lists the prefixes of all entries of the chain that contains a factored state, its own among them."""
+    """Lists the entries' prefixes of a factored state's chain."""
     chain = prefix[: prefix.rstrip("/").rfind("/") + 1]
     entries = (name[len(chain) :].partition("/")[0] for name in names if name.startswith(chain))
     return [f"{chain}{entry}/" for entry in dict.fromkeys(entries)]

@@ -1,4 +1,4 @@
-"""The variables of a linen model, taken apart: parameters, mutable collections, and the logical axes of each.
+"""A linen model's parameters, mutable collections and logical axes.
 
 A collection `x_axes` (of `flax.linen.partitioning.AxisMetadata`, as `param_with_axes` and `variable_with_axes` leave
 it) belongs to the collection `x`. Where it exists it names the axes of every variable there.
@@ -18,7 +18,7 @@ _AXES = "_axes"
 
 
 class ModelVariables(NamedTuple):
-    """Variables that `module.init` returned: parameters, other collections by name, and the axis metadata of both."""
+    """Variables of `module.init`, with the axis metadata of each collection."""
 
     params: Any
     params_axes: Any
@@ -27,7 +27,11 @@ class ModelVariables(NamedTuple):
 
 
 def split_variables(model_variables: Mapping[str, Any]) -> ModelVariables:
-    """Takes collections apart; a ValueError without parameters, or where axes and variables do not fit."""
+    """Separates collections of variables.
+
+    Raises:
+      ValueError: there are no parameters, or axes and variables do not fit.
+    """
     if "params" not in model_variables:
         raise ValueError(f"The model variables have no collection 'params', only {sorted(model_variables)}.")
     mutables, axes = split_collections(model_variables)
@@ -36,7 +40,10 @@ def split_variables(model_variables: Mapping[str, Any]) -> ModelVariables:
 
 
 def split_collections(variables_and_axes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separates the collections from their axes, which are under the names of their collections."""
+    """Separates the collections from their axes.
+
+    Axes are under the names of their collections.
+    """
     variables: dict[str, Any] = {}
     axes: dict[str, Any] = {}
     for name, collection in variables_and_axes.items():
@@ -69,5 +76,8 @@ def params_axis_names(params_axes: Any) -> FrozenDict[str, Any]:
 
 
 def mutables_axis_names(axes: Any) -> FrozenDict[str, Any]:
-    """Returns the same by collection of mutable variables; a collection that names no axes is absent."""
+    """Returns axis names by collection of mutable variables.
+
+    A collection that names no axes is absent.
+    """
     return freeze({name: partitioning.get_axis_names(collection) for name, collection in (axes or {}).items()})

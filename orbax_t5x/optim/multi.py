@@ -23,11 +23,11 @@ _Path = tuple[str, ...]
 
 
 class _PickMark:
-    """Mark of a match of a traversal; no dict, so that flattening stops at it."""
+    """Mark of a traversal's match; flattening stops at it."""
 
 
 class MultiOptimizer(OptimizerDef):
-    """Optimizer definition that applies each sub-optimizer to the leaves that its traversal picks.
+    """Optimizer that applies sub-optimizers to leaves of their traversals.
 
     Attributes:
       traversals: `flax.traverse_util.ModelParamTraversal`s, one per sub-optimizer.
@@ -68,7 +68,10 @@ class MultiOptimizer(OptimizerDef):
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:
-        """Applies gradients by every sub-optimizer; `hyper_params` is a list with an entry for each."""
+        """Applies gradients by every sub-optimizer.
+
+        `hyper_params` is a list with an entry for each.
+        """
         parts = self._parts(params)
         new_params = _flatten_paths(params)
         new_states = []
@@ -84,7 +87,10 @@ class MultiOptimizer(OptimizerDef):
         return _like(params, new_params), OptimizerState(step=state.step + 1, param_states=param_states)
 
     def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
-        """Returns the list of hyper-parameters: `hyper_params=[…]` replaces all, others go to every optimizer."""
+        """Returns the list of hyper-parameters.
+
+        `hyper_params=[…]` replaces all; other keywords go to every optimizer.
+        """
         hyper_params = hyper_param_overrides.pop("hyper_params", self.hyper_params)
         if len(hyper_params) != len(self.sub_optimizers):
             raise ValueError(f"{len(self.sub_optimizers)} optimizers, but {len(hyper_params)} hyper-parameters.")
@@ -96,7 +102,7 @@ class MultiOptimizer(OptimizerDef):
         ]
 
     def set_param_axes(self, param_logical_axes: Any) -> None:
-        """Gives each sub-optimizer that wants them the logical axes of its own parameters."""
+        """Gives sub-optimizers the logical axes of their parameters."""
         for optimizer, part in zip(self.sub_optimizers, self._parts(param_logical_axes), strict=True):
             set_param_axes = getattr(optimizer, "set_param_axes", None)
             if set_param_axes is not None:
@@ -120,7 +126,10 @@ class MultiOptimizer(OptimizerDef):
         return optimizer.replace(state=OptimizerState(step=None, param_states=param_states), target=target)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
-        """Returns T5X's tree with None for untouched leaves; over Optax one entry per sub-optimizer, if not empty."""
+        """Returns T5X's tree with None for untouched leaves.
+
+        Over Optax it has an entry per sub-optimizer, if not empty.
+        """
         return {"target": to_state_dict(target), "state": to_state_dict(state, keep_empty=self.keeps_param_tree)}
 
     def _parts(self, tree: Any) -> list[list[_Path]]:
@@ -166,7 +175,7 @@ def _subtree_at(tree: Any, path: _Path) -> Any:
 
 
 def _like(tree: Any, flat: Mapping[_Path, Any]) -> Any:
-    """Builds a nested dict, frozen where `tree` is."""
+    """Builds a nested dict, frozen if `tree` is."""
     nested = traverse_util.unflatten_dict(flat)
     return freeze(nested) if isinstance(tree, FrozenDict) else nested
 

@@ -1,4 +1,4 @@
-"""Logical axes of any optimizer state, from those of the parameters.
+"""Logical axes of optimizer states, from the parameters' axes.
 
 A state holds trees like the parameters (moments, averages, accumulators) among counters and hyper-parameters. Optax
 itself can find them: an optimizer initialised with a placeholder for the parameters has it wherever such a tree
@@ -28,7 +28,10 @@ AxesRule = Callable[[Any, Any], Any]
 
 
 class StateLeaf:
-    """The path and shape of a leaf of a state. It is no pytree node, so a tree of these has the state's structure."""
+    """The path and shape of a leaf of a state.
+
+    It is no pytree node, so a tree of these has the state's structure.
+    """
 
     def __init__(self, path: tuple[str, ...], shape: tuple[int, ...]):
         self.path = path
@@ -43,7 +46,9 @@ class _ParamTree:
 
 
 def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any = None) -> Any:
-    """Returns the state with partition specs for leaves, or None where a leaf has no logical axes.
+    """Returns the state with partition specs for leaves.
+
+    A leaf without logical axes has None.
 
     Args:
       state: any optimizer state; leaves may be abstract.
@@ -64,7 +69,10 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
 
 
 def apply_axes_rules(rules: Mapping[type, AxesRule], state: Any, params_axes: Any, axes: Any) -> Any:
-    """Returns the axes of a state, with the results of `rules` for states of their classes, by which they are given."""
+    """Replaces the axes of states by the results of their rules.
+
+    `rules` are by the class of a state.
+    """
     rule = rules.get(type(state))
     if rule is not None:
         return rule(state, params_axes)
@@ -76,7 +84,10 @@ def apply_axes_rules(rules: Mapping[type, AxesRule], state: Any, params_axes: An
 
 
 def _ask_optax(initable: Any, slots: Any, params_axes: Any) -> Any:
-    """Wraps every tree like the parameters in a `_ParamTree`; returns None where Optax cannot find them."""
+    """Wraps every tree like the parameters in a `_ParamTree`.
+
+    None: Optax cannot find them.
+    """
     if initable is None or isinstance(params_axes, optax.LookaheadParams):
         # A lookahead optimizer logs that it got no lookahead parameters when it gets the placeholder.
         return None
@@ -105,7 +116,10 @@ def _search(node: Any, candidates: list[tuple[Any, Any]]) -> Any:
 
 
 def _param_trees(axes: Any, params: Any) -> list[tuple[Any, Any]]:
-    """Lists the trees that a state may hold copies of: the parameters, and the fast ones of a lookahead optimizer."""
+    """Lists the trees that a state may hold copies of.
+
+    They are the parameters, and the fast parameters of a lookahead optimizer.
+    """
     found = [(axes, params)]
     if isinstance(axes, optax.LookaheadParams):
         found.append((axes.fast, params.fast if isinstance(params, optax.LookaheadParams) else params))
@@ -114,7 +128,9 @@ def _param_trees(axes: Any, params: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_like_params(node: Any, axes: Any, *, allow_records: bool) -> bool:
-    """Reports whether a node of a state has the structure of the parameters; masked parts fit anything.
+    """Tests if a node has the structure of the parameters.
+
+    Masked parts fit anything.
 
     `allow_records`: a state may have several leaves for a parameter. Not where the parameters are a tuple or a list,
     because the states of chained optimizers look the same.
@@ -138,7 +154,10 @@ def _is_masked(node: Any) -> bool:
 
 
 def _assign(node: Any, axes: Any, params: Any) -> Any:
-    """Returns the axes for each leaf of a tree like the parameters; masked nodes stay."""
+    """Returns the axes for leaves of a tree like the parameters.
+
+    Masked nodes stay.
+    """
     if isinstance(axes, optax.LookaheadParams) and not isinstance(node, optax.LookaheadParams):
         return _assign(node, axes.fast, params.fast if isinstance(params, optax.LookaheadParams) else params)
     wanted = open_node(axes)
@@ -159,13 +178,18 @@ def _assign(node: Any, axes: Any, params: Any) -> Any:
 
 
 def _only_shape(param: Any) -> tuple[int, ...] | None:
-    """Returns the shape of a parameter, also of one in a box; None where there is not exactly one array."""
+    """Returns the parameter's shape, unboxed, or None.
+
+    None: there is not exactly a single array.
+    """
     leaves = jax.tree.leaves(param)
     return np.shape(leaves[0]) if len(leaves) == 1 else None
 
 
 def slot_axes(slot: StateLeaf, axes: Any, param_shape: tuple[int, ...] | None) -> PartitionSpec | None:
-    """Returns the axes of a leaf of a state in the position of a parameter; None: it is not split.
+    """Returns the axes of a leaf in a parameter's position.
+
+    None: it is not split.
 
     Args:
       slot: the leaf.
@@ -197,7 +221,10 @@ def slot_axes(slot: StateLeaf, axes: Any, param_shape: tuple[int, ...] | None) -
 
 
 def _kept_dims(slot: StateLeaf, param_shape: tuple[int, ...], names: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """Returns the dimensions of the parameter that a leaf of lower rank has, or None where they are ambiguous."""
+    """Returns the parameter's dimensions in a leaf of lower rank.
+
+    None: they are ambiguous.
+    """
     shape = slot.shape
     all_dims = range(len(param_shape))
     for dropped in _factored_drop(slot, param_shape):
@@ -220,7 +247,10 @@ def _kept_dims(slot: StateLeaf, param_shape: tuple[int, ...], names: tuple[Any, 
 
 
 def _factored_drop(slot: StateLeaf, param_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the dimension that Optax's factored moments average over: v_row the largest, v_col the second."""
+    """Returns the dimension that factored moments average over.
+
+    Of v_row it is the largest, of v_col the second.
+    """
     dims = dims_by_size(param_shape)
     if dims is None:
         return ()
@@ -228,7 +258,11 @@ def _factored_drop(slot: StateLeaf, param_shape: tuple[int, ...]) -> tuple[int, 
 
 
 def align_axes(params: Any, params_axes: Any) -> Any:
-    """Returns the axes in the parameters' own structure; a parameter without a place in `params_axes` is an error."""
+    """Returns the axes in the parameters' own structure.
+
+    Raises:
+      ValueError: a parameter has no place in `params_axes`.
+    """
     missing: list[str] = []
     result = _align(params, params_axes, (), missing)
     if missing:

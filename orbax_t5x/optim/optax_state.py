@@ -1,4 +1,4 @@
-"""State dicts of any pytree: nested dicts keyed by text, as `flax.serialization` names them, and back.
+"""State dicts of pytrees, named as `flax.serialization` does, and back.
 
 Optimizer states hold more kinds of nodes than Flax registers: ordered dicts, data classes, nodes of other packages.
 Every node that JAX can flatten has a state dict here, with the names of JAX's key paths: dict keys, field names,
@@ -18,7 +18,7 @@ from orbax_t5x.trees.pytree_names import key_text, leaf_name
 
 
 class OpenNode(NamedTuple):
-    """A level of a pytree: the children by name, and a function that replaces them."""
+    """A pytree's level: named children, and a function that replaces them."""
 
     names: tuple[str, ...]
     children: tuple[Any, ...]
@@ -26,7 +26,7 @@ class OpenNode(NamedTuple):
 
 
 def open_node(node: Any) -> OpenNode | None:
-    """Opens one level of `node`; returns None for a leaf, which None is."""
+    """Lists the children of a node; None for a leaf."""
     if node is None:
         return None
     if type(node) is dict:
@@ -49,7 +49,7 @@ def open_node(node: Any) -> OpenNode | None:
 
 
 def flatten_by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
-    """Returns the '/'-joined names of the leaves, the leaves, and the tree's definition."""
+    """Returns '/'-joined names, leaves and the tree's definition."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [leaf_name(path) for path, _ in paths], [leaf for _, leaf in paths], treedef
 
@@ -71,7 +71,7 @@ def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:
 
 
 def from_state_dict(reference: Any, state_dict: Any, *, what: str = "state") -> Any:
-    """Builds a tree of the structure of `reference` with the leaves of `state_dict`.
+    """Builds a tree like `reference` with a state dict's leaves.
 
     As in Flax, a dict in the reference ignores entries that it does not have; a tuple, list or record with other
     entries is a ValueError. Entries that hold nothing (empty nodes, None) may be absent. Errors call the tree `what`.
@@ -111,5 +111,8 @@ def _restore(reference: Any, state_dict: Any, path: tuple[str, ...], missing: li
 
 
 def _leaf_paths(tree: Any) -> list[tuple[str, ...]]:
-    """Lists the paths of the leaves below a node; None holds nothing."""
+    """Lists the paths of the leaves below a node.
+
+    None holds nothing.
+    """
     return [tuple(map(key_text, path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

@@ -1,4 +1,4 @@
-"""From the axes that a model names, or from names of leaves, to the abstract state with shardings that a restore wants.
+"""Shardings of whole states, from a model's axes or leaves' names.
 
 T5X's and linen's models name logical axes, NNX's variables those of the mesh or logical ones; `rules` decides which
 mesh axis each is split over (`rules.py`), and `with_shardings` applies that to a whole state (`states.py`). The result

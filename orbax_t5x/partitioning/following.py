@@ -1,4 +1,4 @@
-"""Parameters with shardings, and the leaves that belong to them: an optimizer's slots.
+"""Parameters with shardings, and the optimizer's slots of each.
 
 A leaf belongs to the parameter whose name its own name contains: `opt_state/0/mu/encoder/kernel` and T5X's
 `state/param_states/encoder/kernel/v_row` to `encoder/kernel`. A leaf of the parameter's shape is split as it is; one
@@ -16,7 +16,7 @@ from orbax_t5x.optim.optax_axes import StateLeaf, slot_axes
 
 
 class SplitParameter(NamedTuple):
-    """A parameter and how it is split; `rule` is the pattern that decided, or None."""
+    """A parameter and its split; `rule` is the deciding pattern."""
 
     shape: tuple[int, ...]
     spec: PartitionSpec
@@ -24,13 +24,16 @@ class SplitParameter(NamedTuple):
     by_axes: bool = False
 
     def spec_for(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """Returns how a leaf is split that belongs to the parameter; not at all where the shapes have no relation."""
+        """Returns the split of a leaf that belongs to the parameter.
+
+        A leaf of an unrelated shape is not split.
+        """
         slot = StateLeaf(tuple(name.split("/")), shape)
         return slot_axes(slot, self.spec, self.shape) or PartitionSpec()
 
 
 class SplitParameters:
-    """Table of parameters, by what names of other leaves contain."""
+    """Table of parameters by the words in names of other leaves."""
 
     def __init__(self, parameters: Mapping[str, SplitParameter]):
         self._by_parts = {tuple(name.split("/")): parameter for name, parameter in parameters.items()}
@@ -40,7 +43,10 @@ class SplitParameters:
         return bool(self._by_parts)
 
     def of(self, name: str) -> SplitParameter | None:
-        """Returns the parameter with the longest name that a name contains; of equal ones the last in the name."""
+        """Returns the parameter with the longest name in a name.
+
+        Of equally long names, the last in the name counts.
+        """
         parts = tuple(name.split("/"))
         for length in range(min(self._longest, len(parts)), 0, -1):
             for start in range(len(parts) - length, -1, -1):

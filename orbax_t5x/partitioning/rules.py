@@ -1,4 +1,4 @@
-"""Rules that say which mesh axes a dimension is split over, by its logical axis or by the name of its leaf.
+"""Rules from logical axes or names of leaves to mesh axes.
 
 Flax's `logical_to_mesh_axes` applies the rules for logical axes. A logical axis without a rule, a rule for a mesh axis
 that the mesh lacks, and a leaf without axes mean: not split. A dimension that its mesh axes do not divide is a problem,
@@ -46,7 +46,7 @@ Example:
 
 
 class AxisRules:
-    """The rules of one call on one mesh.
+    """The rules of a call on a mesh.
 
     Attributes:
       problems: leaves that do not fit, as text.
@@ -69,14 +69,14 @@ class AxisRules:
         return any(pattern.fullmatch(name) for pattern, _ in self._patterns)
 
     def pattern_of(self, name: str) -> str | None:
-        """Returns the first pattern that matches a leaf's whole name, which is used then; None where none does."""
+        """Returns the first pattern that matches the whole name, or None."""
         found = next((pattern.pattern for pattern, _ in self._patterns if pattern.fullmatch(name)), None)
         if found is not None:
             self.unused_patterns.pop(found, None)
         return found
 
     def by_name(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """Returns the spec of the first pattern that matches a leaf's whole name."""
+        """Returns the spec of the first matching pattern."""
         pattern, spec = next(rule for rule in self._patterns if rule[0].fullmatch(name))
         kept = self.on_mesh(spec)
         if len(kept) > len(shape):
@@ -92,11 +92,14 @@ class AxisRules:
         return PartitionSpec(*(self._present(axes) for axes in spec))
 
     def checked(self, spec: PartitionSpec, shape: tuple[int, ...], name: str) -> PartitionSpec:
-        """Returns the spec of a leaf, after checking that it divides the shape."""
+        """Returns a leaf's spec after checking that it divides the shape."""
         return self._checked(spec, spec, shape, name)
 
     def by_logical_axes(self, names: AxisNames | None, shape: tuple[int, ...], where: str) -> PartitionSpec:
-        """Returns the mesh axes of a leaf whose model names a logical axis for each dimension, or none (None)."""
+        """Returns the mesh axes of a leaf with logical axes.
+
+        The model names an axis for each dimension, or None.
+        """
         if names is None:
             return PartitionSpec()
         if len(names) != len(shape):
@@ -109,7 +112,9 @@ class AxisRules:
     def by_metadata(
         self, names: AxisNames, shape: tuple[int, ...], own_rules: LogicalAxisRules, where: str
     ) -> PartitionSpec:
-        """Returns the mesh axes of a leaf with partitioning metadata: names of logical axes or of the mesh's own.
+        """Returns the mesh axes of a leaf with partitioning metadata.
+
+        Its names are logical axes or the mesh's own.
 
         Args:
           names: for the first dimensions, as in a PartitionSpec.
@@ -147,8 +152,9 @@ class AxisRules:
         return spec
 
     def _on_mesh(self, rules: Iterable[tuple[str, MeshAxes | PartitionSpec]]) -> tuple[tuple[str, MeshAxes], ...]:
-        """Returns the rules without the mesh axes that the mesh lacks; one of only such axes leaves room for a later
-        one.
+        """Drops mesh axes that the mesh lacks from the rules.
+
+        A rule with such axes only leaves room for a later rule.
         """
         kept: list[tuple[str, MeshAxes]] = []
         for logical, mesh_axes in rules:
@@ -158,7 +164,7 @@ class AxisRules:
         return tuple(kept)
 
     def _present(self, mesh_axes: MeshAxes | PartitionSpec) -> MeshAxes:
-        """Returns those of some mesh axes that the mesh has; None where it has none of them."""
+        """Drops mesh axes that the mesh lacks, or returns None."""
         if mesh_axes is None or isinstance(mesh_axes, str):
             return mesh_axes if mesh_axes in self._mesh.axis_names else None
         return tuple(axis for axis in mesh_axes if axis in self._mesh.axis_names) or None

@@ -1,4 +1,6 @@
-"""Whole states with shardings: T5X's train states, linen's with `nn.Partitioned`, NNX's, or any tree by leaf names.
+"""Whole states with shardings, for `orbax_t5x.restore`.
+
+They are T5X's train states, linen's with `nn.Partitioned`, NNX's, or any tree by leaf names.
 
 They differ in the origin of a leaf's axes. A T5X train state has a separate state of axes, and T5X's networks make a
 collection `params_axes`; linen and NNX keep a leaf's axes in the box or the variable that holds it, also in the
@@ -42,7 +44,9 @@ def with_shardings(
     rules: LogicalAxisRules = STANDARD_LOGICAL_AXIS_RULES,
     like: Any = None,
 ) -> _State:
-    """Returns the abstract state with a sharding on every leaf: a target for `orbax_t5x.restore`.
+    """Returns the abstract state with a sharding on every leaf.
+
+    It is a target for `orbax_t5x.restore`.
 
     The leaves of an optimizer are split as their parameters, where no rule says otherwise: momenta and accumulators,
     the factors of a second moment in the dimensions that they have, stacks behind their first dimension. In a T5X
@@ -100,7 +104,7 @@ def with_shardings(
 
 
 class _ShardableLeaf(NamedTuple):
-    """A leaf, or a box or variable that holds one.
+    """A leaf, or a box or variable around it.
 
     Attributes:
       name: that rules match.
@@ -124,7 +128,7 @@ class _ShardableLeaf(NamedTuple):
 
 
 class _Splitting:
-    """Splitting of the leaves of one state: the parameters first, then what belongs to them."""
+    """Splitting of a state's leaves: parameters first, then their slots."""
 
     def __init__(self, rules: AxisRules, like: SplitParameters):
         self._rules = rules
@@ -142,7 +146,7 @@ class _Splitting:
         return specs
 
     def _decided(self, leaf: _ShardableLeaf, parameter: SplitParameter | None) -> SplitParameter:
-        """Decides about a leaf, which belongs to the given parameter if there is one."""
+        """Decides about a leaf and the parameter that it belongs to."""
         shape, by_axes = leaf.shape, False
         liked = self._like.of(leaf.name)
         rule = self._rules.pattern_of(leaf.name)
@@ -165,7 +169,10 @@ class _Splitting:
         return SplitParameter(shape, spec, rule, by_axes)
 
     def _has_axes(self, leaf: _ShardableLeaf, parameter: SplitParameter) -> bool:
-        """Reports whether a leaf that belongs to a parameter is split by axes of its own, as the parameter was."""
+        """Tests if a parameter's leaf is split by axes of its own.
+
+        The parameter was, too.
+        """
         if not parameter.by_axes:
             return False
         # T5X's optimizers say None of what they do not split; a box keeps all axes of the parameter.
@@ -173,7 +180,10 @@ class _Splitting:
 
 
 def _by_relative_names(parameters: Mapping[str, SplitParameter]) -> dict[str, SplitParameter]:
-    """Returns the parameters by what an optimizer's state calls them: without the containers that hold the model."""
+    """Returns the parameters by an optimizer state's names.
+
+    The containers that hold the model are left out.
+    """
     found: dict[str, SplitParameter] = {}
     clashing: set[str] = set()
     for name, parameter in parameters.items():
@@ -188,7 +198,11 @@ def _by_relative_names(parameters: Mapping[str, SplitParameter]) -> dict[str, Sp
 
 
 def _report(rules: AxisRules, mesh: Mesh | AbstractMesh) -> None:
-    """Raises what does not fit, and warns of rules that nothing has used."""
+    """Warns of rules that nothing has used.
+
+    Raises:
+      ValueError: specs do not fit.
+    """
     if rules.problems:
         more = len(rules.problems) - _SHOWN_LEAVES
         text = "\n".join(f"  - {problem}" for problem in rules.problems[:_SHOWN_LEAVES])
@@ -224,7 +238,7 @@ def _shape_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _sharded_leaves(tree: Any, rules: AxisRules) -> SplitParameters:
-    """Returns the leaves of the tree that others are to be like.
+    """Returns the leaves of the tree `like`.
 
     Raises:
       TypeError: none has a `NamedSharding`.
@@ -267,7 +281,7 @@ def _open_t5x_state(train_state: Any, rules: AxisRules, like: Any) -> tuple[list
 
 
 def _name_in_state_dict(keys: Sequence[str]) -> str:
-    """Returns the name that the state dict of a T5X train state has for a leaf of its pytree."""
+    """Returns a leaf's name in a T5X state dict."""
     first, *rest = keys
     start = {"_optimizer": [], "params": ["target"], "step": ["state", "step"]}.get(first, [first])
     return "/".join([*start, *rest])
@@ -281,7 +295,9 @@ class _LogicalAxes:
         self._names = {tuple(key_text(key) for key in path): names for path, names in found}
 
     def names(self, keys: tuple[str, ...]) -> PartitionSpec | None:
-        """Returns the names; None where the leaf, a node above it, or its collection of mutable variables has none.
+        """Returns the names, or None.
+
+        None: the leaf, a node above it, or its collection of mutable variables lacks them.
 
         Raises:
           KeyError: the state has a leaf that the state of axes does not have.
@@ -319,7 +335,7 @@ def _open_tree(tree: Any, rules: AxisRules) -> tuple[list[_ShardableLeaf], Any]:
 
 
 def _parameter_test(paths: Sequence[Any], nodes: Sequence[Any]) -> Callable[[Any, Any], bool]:
-    """Returns the function that knows parameters among the leaves of a tree, by path and node.
+    """Returns a test of a leaf's path and node for parameters.
 
     Those are what is below `params`, where that is nearest to the root, and values of `nnx.Param`; where there are
     neither, what only dicts and lists hold, since each optimizer's state is a record.
@@ -335,7 +351,7 @@ def _parameter_test(paths: Sequence[Any], nodes: Sequence[Any]) -> Callable[[Any
 
 
 def _axes_of_collections(tree: Any) -> dict[str, AxisNames]:
-    """Returns the axes in collections such as `params_axes`, by the names of the leaves that they are of."""
+    """Returns the axes in collections such as `params_axes`, by leaf name."""
     found: dict[str, AxisNames] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, AxisMetadata)):
         if isinstance(node, AxisMetadata):
@@ -358,14 +374,17 @@ def _abstract_value(node: Any) -> Any:
 
 
 def _putter(node: Any) -> Callable[[Any], Any]:
-    """Returns the function that puts an abstract value in place of a leaf's, into its box or variable."""
+    """Returns a function that replaces a leaf's value.
+
+    The new value is put into its box or variable.
+    """
     if isinstance(node, Partitioned):
         return node.replace_boxed
     return node.replace if _is_variable(node) else lambda abstract: abstract
 
 
 def _axes_of(node: Any) -> tuple[AxisNames | None, LogicalAxisRules]:
-    """Returns the axes that a box or a variable has for its value, and its own rules for them."""
+    """Returns the axes and rules of a box or variable."""
     if isinstance(node, Partitioned):
         return node.names, getattr(node, "rules", None) or ()
     if not _is_variable(node):

@@ -1,4 +1,7 @@
-"""Test suites for everyone who adds a reader or a transform; they need pytest, and the package never imports them."""
+"""Suites for the authors of readers and transforms.
+
+They need pytest, and the package never imports them.
+"""
 
 import pytest
 

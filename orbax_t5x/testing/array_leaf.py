@@ -11,7 +11,9 @@ from orbax_t5x.lazy import Box, ChecksummedRange, Leaf, ReadStats, Request, box_
 
 
 class ArrayLeaf(Leaf):
-    """Leaf over an array: serves boxes after one turn of the event loop, and counts how often each element was read.
+    """Leaf over an array, which counts reads of each element.
+
+    It serves boxes after a turn of the event loop.
 
     Attributes:
       array: what it serves.
@@ -31,7 +33,7 @@ class ArrayLeaf(Leaf):
         self.verified: int = 0
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Fills the requests, which must be as `Leaf.read_into` promises them to readers."""
+        """Fills requests that are as `Leaf.read_into` promises them."""
         self.calls.append([request.box for request in requests])
         await asyncio.sleep(0)
         for box, out in requests:

@@ -1,4 +1,4 @@
-"""Reading leaves as an execution reads them, and comparing the result bit for bit."""
+"""Reads leaves as an execution does and compares bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orbax_t5x.readers import Checkpoint
 
 
 class Reading(NamedTuple):
-    """The arrays that were read, what the read counted, and what `verify_checksum` answered."""
+    """Arrays that were read, their counts, and the answer of `verify_checksum`."""
 
     arrays: list[np.ndarray]
     stats: ReadStats
@@ -30,14 +30,20 @@ def leaf_of(checkpoint: Checkpoint, name: str) -> Leaf:
 
 
 def read(leaf: Leaf, requests: Sequence[Request], stats: ReadStats | None = None) -> ReadStats:
-    """Fills the requests in one call and verifies; returns the read stats."""
+    """Fills the requests in a single call and verifies them.
+
+    Returns the read stats.
+    """
     stats = stats if stats is not None else ReadStats()
     _read_and_verify(leaf, requests, stats)
     return stats
 
 
 def read_boxes(leaf: Leaf, boxes: Sequence[Box] | None = None, verify: Verify = "touched") -> Reading:
-    """Reads boxes (None: the whole leaf) in one call, each into a buffer of its own."""
+    """Reads boxes in a single call, each into its own buffer.
+
+    Without boxes, the whole leaf is read.
+    """
     boxes = [full_box(leaf.shape)] if boxes is None else boxes
     requests = [Request(box, np.empty(box_shape(box), leaf.dtype)) for box in boxes]
     stats = ReadStats(verify)
@@ -46,7 +52,7 @@ def read_boxes(leaf: Leaf, boxes: Sequence[Box] | None = None, verify: Verify = 
 
 
 def read_whole(leaf: Leaf) -> np.ndarray:
-    """Reads all of a leaf whose format keeps checksums, verified."""
+    """Reads and verifies a leaf with checksums."""
     reading = read_boxes(leaf)
     assert reading.verified is True, f"{leaf.name}: not verified"
     return reading.arrays[0]
@@ -64,7 +70,10 @@ def _read_and_verify(leaf: Leaf, requests: Sequence[Request], stats: ReadStats) 
 
 
 def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    """Reports whether shape, dtype and bits are equal (NaN included); strings by value."""
+    """Tests if shape, dtype and bits are equal, NaN included.
+
+    Strings are compared by value.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.dtype == object:
@@ -80,7 +89,10 @@ def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Draws small values, without NaN (whose bits a writer may change)."""
+    """Draws small values without NaN.
+
+    A writer may change the bits of a NaN.
+    """
     return np.asarray(rng.integers(0 if dtype.kind in "ub" else -7, 8, shape)).astype(dtype).reshape(shape)
 
 
@@ -94,7 +106,10 @@ def random_box(rng: np.random.Generator, shape: tuple[int, ...]) -> Box:
 
 
 def random_buffer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Draws a buffer of random strides: contiguous, transposed, strided, or reversed in some dimensions; not zeroed."""
+    """Draws a buffer of random strides, not zeroed.
+
+    It is contiguous, transposed, strided, or reversed in some dimensions.
+    """
     if not shape:
         return np.empty((), dtype)
     order = rng.permutation(len(shape))
@@ -107,6 +122,9 @@ def random_buffer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dt
 
 
 def bytes_read_by_process() -> int:
-    """Bytes that this process has read from files so far, by the kernel's count."""
+    """Counts the bytes that this process has read from files.
+
+    The count is the kernel's.
+    """
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])

@@ -1,4 +1,4 @@
-"""Suite of tests for leaves of every kind: the promises that views, plans and the executor rely on.
+"""Suite for leaves: promises that views, plans and the executor need.
 
 A subclass makes the leaf and its expected values:
 
@@ -29,7 +29,10 @@ from orbax_t5x.testing.leaf_reads import assert_same, random_box, random_buffer,
 
 
 class LeafAttributes:
-    """Tests of the attributes that every leaf has before it is read; part of both suites."""
+    """Tests of a leaf's attributes before it is read.
+
+    Both suites have them.
+    """
 
     @pytest.fixture
     def leaf(self) -> Leaf:
@@ -135,7 +138,7 @@ class LeafSuite(LeafAttributes):
 
 
 class BrokenLeafSuite(LeafAttributes):
-    """Tests of a leaf that the checkpoint names and that cannot be read."""
+    """Tests of a leaf that is named but cannot be read."""
 
     def test_it_has_an_error_that_names_it(self, leaf: Leaf) -> None:
         assert isinstance(leaf.error, CheckpointError)

@@ -1,4 +1,4 @@
-"""Suite of tests for the readers of all formats: a subclass writes arrays as stock software of its format does.
+"""Suite for readers: a subclass writes arrays with stock software.
 
     class TestMyFormat(ReaderSuite):
         dtypes = (np.dtype(np.float32), np.dtype(np.int64))
@@ -59,7 +59,7 @@ _OPENING_BYTES = 1 << 20
 
 
 def sample_arrays(dtypes: tuple[np.dtype, ...]) -> Arrays:
-    """Arrays of every dtype, of ranks 0 to 5, and a large one."""
+    """Makes arrays of every dtype, of ranks 0 to 5."""
     rng = np.random.default_rng(7)
     shapes = [(), (5,), (3, 7), (2, 3, 4), (1, 4, 1, 3), (2, 1, 3, 2, 2)]
     arrays = {
@@ -88,13 +88,16 @@ class ReaderSuite:
         raise NotImplementedError
 
     def open(self, path: Path) -> Checkpoint:
-        """Opens what `write` wrote; a subclass whose format is not in the table of formats calls its own reader."""
+        """Opens the result of `write`.
+
+        A subclass of a format outside the table calls its own reader.
+        """
         return open_checkpoint(path)
 
     @pytest.fixture(scope="class")
     @classmethod
     def written(cls, tmp_path_factory: pytest.TempPathFactory) -> Written:
-        """Writes the arrays once; returns the path, and the arrays by the names of their leaves."""
+        """Writes the arrays and returns their path, with arrays by name."""
         arrays = sample_arrays(cls.dtypes)
         path = cls().write(tmp_path_factory.mktemp("suite"), arrays)
         return path, {name.replace("/", cls.separator): value for name, value in arrays.items()}

@@ -1,4 +1,4 @@
-"""Suite of tests for all transforms: a subclass lists cases, and gets every check for each of them.
+"""Suite for transforms: a subclass lists cases for all checks.
 
     class TestFlip(TransformSuite):
         cases = {

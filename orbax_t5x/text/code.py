@@ -1,4 +1,4 @@
-"""Writes transforms and keyword arguments as the Python code that makes them, with `ot` for this package."""
+"""Transforms and keyword arguments as Python code, with `ot` for this package."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import numpy as np
 
 
 def _is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
-    """Returns True if a value is a tuple, with items of any type."""
+    """Returns True if a value is a tuple."""
     return isinstance(value, tuple)
 
 
 def code_of(value: Any) -> str:
-    """Returns the code of a value: what its own `as_code()` gives, else its `repr`; tuples are written as lists."""
+    """Returns the code that makes a value.
+
+    It is the result of its own `as_code()`, else its `repr`; tuples are written as lists.
+    """
     if not isinstance(value, type) and hasattr(value, "as_code"):
         return value.as_code()
     if _is_tuple(value) and not hasattr(value, "_fields"):  # tuples inside, such as rules, stay tuples
@@ -24,7 +27,10 @@ def code_of(value: Any) -> str:
 
 
 def dataclass_call(value: Any, name: str) -> str:
-    """Returns the call `name(…)` that makes a dataclass; fields with their default values are left out."""
+    """Returns the call `name(…)` that makes a dataclass.
+
+    Fields with their default values are left out.
+    """
     fields = [field for field in dataclasses.fields(value) if field.init and not field.name.startswith("_")]
     arguments: list[str] = []
     for field in fields:
@@ -42,5 +48,8 @@ def calls_code(values: Iterable[Any]) -> str:
 
 
 def arguments_code(arguments: Mapping[str, Any]) -> str:
-    """Returns keyword arguments as `a=1, b=True`; one whose value the caller has to choose (`...`) is `name=`."""
+    """Returns keyword arguments as `a=1, b=True`.
+
+    A value that the caller has to choose (`...`) is left empty: `name=`.
+    """
     return ", ".join(f"{name}={'' if value is ... else code_of(value)}" for name, value in arguments.items())

@@ -1,4 +1,4 @@
-"""Fixes of problems as data: transforms to add, keyword arguments to set, a rule to write, or advice in words.
+"""Fixes of problems as data: transforms, arguments, or advice in words.
 
 The text is made from the data. Another interface, such as the command line, writes the same data in its own words.
 """
@@ -39,7 +39,9 @@ class Arguments(Mapping[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Fix:
-    """Fix of a problem; one without transforms and arguments is advice in words.
+    """Fix of a problem.
+
+    Without transforms and arguments it is advice in words.
 
     Attributes:
       text: the fix in words, for a program in Python.
@@ -79,7 +81,10 @@ class Fix:
 
     @classmethod
     def adding(cls, *transforms: Any, to_others: bool = False) -> Fix:
-        """Makes a fix that adds transforms; `to_others` if the call has some already."""
+        """Makes a fix that adds transforms.
+
+        `to_others`: the call has some already.
+        """
         return cls("", transforms, to_others=to_others)._written()
 
     @classmethod
@@ -89,7 +94,7 @@ class Fix:
 
     @classmethod
     def removing(cls, transform: Any, condition: str) -> Fix:
-        """Makes a fix that takes a transform out under a condition in words."""
+        """Makes a fix that removes a transform under a condition in words."""
         return cls("", removed=transform, words=condition)._written()
 
     @classmethod
@@ -104,7 +109,7 @@ class Fix:
 
     @classmethod
     def any_of(cls, *ways: Fix) -> Fix:
-        """Makes a fix of several, each of which is enough; the first is the best."""
+        """Makes a fix of several, each enough; the first is best."""
         if len(ways) == 1:
             return ways[0]
         text = ", or ".join(way.text for way in ways)
@@ -112,7 +117,7 @@ class Fix:
 
     @property
     def ways(self) -> tuple[Fix, ...]:
-        """Fixes without alternatives, each of which is enough."""
+        """Alternatives of this fix, each of which is enough."""
         return self.alternatives or (self,)
 
     def also_setting(self, words: str, /, **arguments: Any) -> Fix:
@@ -120,7 +125,7 @@ class Fix:
         return dataclasses.replace(self, arguments=arguments, words=words)._written()
 
     def with_keywords(self, names: Mapping[str, str]) -> Fix:
-        """Returns the fix for a call that has other names for some keywords."""
+        """Returns the fix for a call with other keywords."""
         if self.alternatives:
             return Fix.any_of(*(way.with_keywords(names) for way in self.alternatives))
         if names.keys().isdisjoint(self.arguments):
@@ -143,7 +148,10 @@ class Fix:
         return dataclasses.replace(self, text=" and ".join(texts))
 
     def without(self, leaf: str | None) -> Hashable:
-        """Returns the data without a leaf's name, which is equal for fixes that differ only in their own leaf's."""
+        """Returns the data without a leaf's name.
+
+        It is equal for fixes that differ only in their own leaf's name.
+        """
         own = () if leaf is None else (leaf, re.escape(leaf))
         return tuple(_without_texts(way._contents(), own) for way in self.ways)
 
@@ -169,7 +177,7 @@ class Fix:
 
 
 def _without_texts(value: Any, texts: tuple[str, ...]) -> Hashable:
-    """Returns the contents of a value in tuples, without some of its texts."""
+    """Returns the contents of a value in tuples, without some texts."""
     if isinstance(value, str):
         return None if value in texts else value
     if isinstance(value, tuple):

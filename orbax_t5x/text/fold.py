@@ -1,4 +1,4 @@
-"""Repeated layers as one row: names that differ in one number become `encoder/layers_{0…23}/mlp/wi_0/kernel`.
+"""Repeated layers in a row: `encoder/layers_{0…23}/mlp/wi_0/kernel`.
 
 Rows of parallel texts (a target's name, where it comes from, how) fold where the first texts differ in one number,
 everything that the caller calls alike is alike, and the other texts follow: what varies there is written in the same
@@ -29,25 +29,31 @@ _LEAST_FURTHER = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Folded:
-    """Row for several similar ones; numbers that vary are in braces, `members` are in the order of these."""
+    """Row for several similar rows.
+
+    Numbers that vary are in braces, and `members` are in the order of these.
+    """
 
     texts: tuple[str, ...]
     members: tuple[int, ...]
 
     @property
     def label(self) -> str:
-        """The leading text, with the number of folded rows where that is more than one."""
+        """The leading text, with the number of several folded rows."""
         return self.texts[0] + times_text(len(self.members))
 
 
 def times_text(count: int) -> str:
-    """Returns a multiplication sign and the count; empty for one."""
+    """Returns a multiplication sign and the count, empty for 1."""
     return f" ×{count}" if count > 1 else ""
 
 
 @dataclasses.dataclass(slots=True)
 class _Item:
-    """A row while it is being folded: each text split into (text, number, text, …), so odd places are numbers."""
+    """A row while it is being folded.
+
+    Each text is split into (text, number, text, …), so odd places are numbers.
+    """
 
     tokens: list[list[str]]
     members: list[int]
@@ -55,7 +61,10 @@ class _Item:
 
 
 def fold(rows: Sequence[tuple[str, ...]], alike: Sequence[Hashable] | None = None) -> list[Folded]:
-    """Folds parallel rows, each in the place of its first member; only rows with equal values of `alike` fold."""
+    """Folds parallel rows, each in the place of its first member.
+
+    Only rows with equal values of `alike` fold.
+    """
     items = [
         _Item([_NUMBER.split(text) for text in row], [index], None if alike is None else alike[index])
         for index, row in enumerate(rows)
@@ -76,7 +85,10 @@ def fold_names(names: Iterable[str]) -> list[Folded]:
 
 
 def runs(numbers: Sequence[str]) -> str | None:
-    """Numbers in their order, in braces, as runs of equal steps; None where that takes too many runs."""
+    """Writes numbers as runs of equal steps, in braces.
+
+    None: that takes too many runs.
+    """
     if len(set(numbers)) == 1:
         return numbers[0]
     values = [int(number) for number in numbers]
@@ -100,7 +112,7 @@ def runs(numbers: Sequence[str]) -> str | None:
 
 
 def _follows(numbers: Sequence[str], values: Sequence[int], at: int, step: int) -> bool:
-    """Reports whether a number continues the one before by a step, padded with zeros alike."""
+    """Tests if a number continues a run, padded with zeros alike."""
     if values[at] - values[at - 1] != step:
         return False
     before, number = numbers[at - 1], numbers[at]
@@ -121,7 +133,10 @@ def _fold_once(items: list[_Item], least: int) -> list[_Item]:
 
 
 def _fold_group(group: list[_Item], least: int) -> list[_Item]:
-    """Folds rows of one template along the first number of the leading text that takes enough values: the layer's."""
+    """Folds rows of a template along the number of the layer.
+
+    It is the first number of the leading text that takes enough values.
+    """
     places = range(1, len(group[0].tokens[0]), 2)
     place = next((one for one in places if len({item.tokens[0][one] for item in group}) >= least), None)
     if place is None:
@@ -138,7 +153,10 @@ def _fold_group(group: list[_Item], least: int) -> list[_Item]:
 
 
 def _merge(bucket: list[_Item], place: int) -> _Item | None:
-    """Merges a bucket into one row; returns None where a number in it follows no order that can be written shortly."""
+    """Merges a bucket into a row, or returns None.
+
+    None: a number in it follows no order that can be written shortly.
+    """
     first = bucket[0]
     merged: list[list[str]] = []
     for text, tokens in enumerate(first.tokens):
@@ -169,7 +187,10 @@ def _rejoined(tokens: list[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreeLeaf:
-    """Leaf of a tree: its array (or another text in its place) as text, and its bytes."""
+    """Leaf of a tree: its text and its bytes.
+
+    The text is its array, or something else in its place.
+    """
 
     array: str
     size: int
@@ -177,7 +198,10 @@ class TreeLeaf:
 
 @dataclasses.dataclass(slots=True)
 class _Branch:
-    """A part of a name; it may be a leaf and have parts below at once, as TensorFlow's names do."""
+    """A part of a name.
+
+    It may be a leaf and have parts below at once, as TensorFlow's names do.
+    """
 
     leaf: TreeLeaf | None = None
     size: int = 0
@@ -212,7 +236,10 @@ class _Branch:
 
 
 def tree_rows(leaves: Mapping[str, TreeLeaf], *, folded: bool = True) -> list[TableRow]:
-    """Returns the rows of a tree of leaves by '/'-joined name; not `folded`: a row for each leaf."""
+    """Returns the rows of a tree of leaves.
+
+    Leaves are by '/'-joined name; if not `folded`, each has a row.
+    """
     root = _Branch()
     if not folded:
         for name, leaf in leaves.items():

@@ -1,4 +1,7 @@
-"""The rows of a table as HTML for notebooks: self-contained, every text escaped, readable on light and dark pages."""
+"""Tables as HTML for notebooks, on light and dark pages.
+
+It is self-contained, and every text is escaped.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +48,24 @@ _INDENT_EMS = 1.2
 
 
 def _escaped(text: str) -> str:
-    """Returns text without markup, control characters and marks of direction; lines stay apart."""
+    """Escapes text, without control characters and marks of direction.
+
+    Lines stay apart.
+    """
     return escape("\n".join(map(plain, text.split("\n"))))
 
 
 def html_fragment(parts: Iterable[str], label: str) -> str:
-    """Joins parts that are HTML already, with their style, as a region that readers of screens know as `label`."""
+    """Joins HTML parts and their style to a labelled region.
+
+    Readers of screens know it as `label`.
+    """
     head = f'<div class="orbax-t5x" role="region" aria-label="{_escaped(label)}"><style>{_STYLE}</style>'
     return f"{head}{''.join(parts)}</div>"
 
 
 def html_code(text: str) -> str:
-    """Makes a block of code, which one click selects."""
+    """Makes a block of code that a click selects."""
     return f"<pre><code>{_escaped(text)}</code></pre>"
 
 
@@ -67,12 +76,12 @@ def html_paragraph(text: str, *, bold: bool = False, before: str = "") -> str:
 
 
 def html_items(items: Iterable[str]) -> str:
-    """Makes a numbered list of what is HTML already."""
+    """Makes a numbered list of HTML."""
     return f"<ol>{''.join(f'<li>{item}</li>' for item in items)}</ol>"
 
 
 def html_list(items: Iterable[str], title: str, *, is_open: bool = False) -> str:
-    """Makes a list that opens and closes by a click on its title."""
+    """Makes a list that a click on its title opens."""
     lines = "".join(f"<li>{_escaped(item)}</li>" for item in items)
     return f"<details{' open' if is_open else ''}><summary>{_escaped(title)}</summary><ul>{lines}</ul></details>"
 

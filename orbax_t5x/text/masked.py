@@ -1,4 +1,7 @@
-"""Masks the secrets in texts: users and passwords, queries and fragments of URLs, tokens and headers of requests."""
+"""Masks of secrets in texts, URLs and headers.
+
+Masked are users and passwords, queries and fragments of URLs, tokens and headers of requests.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ _TOKENS = (
 
 
 def masked(text: str, *, is_path: bool = False) -> str:
-    """Returns text with `…` for each secret of its URLs and headers; with `is_path` the text is one path or URL."""
+    """Replaces secrets of URLs and headers by `…`.
+
+    With `is_path` the text is a path or URL.
+    """
     if ":/" in text:
         text = (_URL_PATH if is_path else _URL).sub(_masked_url, text)
     for pattern, replacement in _TOKENS:

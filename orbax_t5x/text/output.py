@@ -1,4 +1,4 @@
-"""Writing for a terminal or a pipe, whatever its encoding."""
+"""Output for a terminal or a pipe, whatever its encoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class UsageError(Exception):
 
 
 def print_text(text: str) -> None:
-    """Prints text; what the output's encoding lacks is escaped."""
+    """Prints text; signs that the output's encoding lacks are escaped."""
     try:
         print(text)
     except UnicodeEncodeError:
@@ -28,12 +28,12 @@ def plain_lines(text: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Prints a value as JSON; what JSON does not know is written as text."""
+    """Prints a value as JSON; unknown objects become text."""
     print(json.dumps(value, indent=1, default=_json_value))
 
 
 def print_report(report: Any, *, json: bool) -> None:
-    """Prints a report as text, or what its `to_json` returns."""
+    """Prints a report as text or as JSON."""
     if json:
         print_json(report.to_json())
     else:

@@ -1,4 +1,6 @@
-"""Many problems as a few lines or as HTML: those of one kind that differ only in a number or in the leaf are one entry.
+"""Many problems as a few lines or as HTML.
+
+Problems of a kind that differ only in a number or in the leaf share an entry.
 
 The lines are always fewer than `MOST_LINES`: every kind keeps its first entries, and a line counts the problems that
 are not shown. A long list inside a message, such as all names of a checkpoint, is cut.
@@ -29,7 +31,10 @@ _MOST_HTML_ITEMS = 40
 
 @dataclasses.dataclass(slots=True)
 class ProblemGroup:
-    """Problems of one kind with one message, with their `leaves` folded; the fix may be only the `first` one's."""
+    """Problems with a common kind and message, and folded leaves.
+
+    The fix may be only the `first` problem's.
+    """
 
     first: Problem
     kind: str
@@ -45,13 +50,16 @@ class ProblemGroup:
         return "Fix, for the first" if self.fix_names_leaf and self.count > 1 else "Fix"
 
     def sentence(self, most_characters: int | None) -> str:
-        """Returns the message with the leaf, or how many there are, before it."""
+        """Returns the message after the leaf or the number of leaves."""
         labels = [plain(row.label) for row in self.leaves]
         where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
         return with_full_stop(where + _cut_text(self.message, most_characters))
 
     def lines(self, width: int | None, most_leaves: int, most_characters: int | None) -> list[str]:
-        """Returns the message and the fix; the leaves below where there are several rows of them."""
+        """Returns the message and the fix.
+
+        Leaves in several rows are below.
+        """
         labels = [plain(row.label) for row in self.leaves]
         text = f"[{self.kind}] {self.sentence(most_characters)}"
         if self.fix:
@@ -73,7 +81,10 @@ def problem_lines(
     all_in: str = "`.problems`",
     fix_text: Callable[[Fix], str] = str,
 ) -> list[str]:
-    """Returns the lines for people, fewer than `MOST_LINES`; `all_in` has all of them, for what is not shown."""
+    """Returns fewer than `MOST_LINES` lines for people.
+
+    `all_in` names the place of all problems.
+    """
     entries_of: dict[str, list[ProblemGroup]] = {}
     for entry in problem_groups(problems, fix_text):
         entries_of.setdefault(entry.kind, []).append(entry)
@@ -93,7 +104,10 @@ def problem_lines(
 
 
 def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] = str) -> Collection[ProblemGroup]:
-    """Groups problems whose messages differ only in where a leaf is from, and whose fixes only in its name."""
+    """Groups problems that differ in a leaf's origin or name.
+
+    Messages may differ in the origin, fixes in the name.
+    """
     texts = [(one.leaf or "", one.message.removesuffix(one.source), one.source) for one in problems]
     folded = fold(texts, [one.kind for one in problems])
     entries: dict[Hashable, ProblemGroup] = {}
@@ -146,7 +160,7 @@ def _group_html(group: ProblemGroup, most_characters: int | None) -> Iterator[st
 
 
 def _code_of(fix: Fix) -> str:
-    """Returns what to put into the call; empty for advice in words."""
+    """Returns the code for the call, empty for advice in words."""
     lines: list[str] = []
     if fix.transforms:
         others = "*transforms, " if fix.to_others else ""

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, and lines now and then in a pipe or a file.
+"""Progress as a bar on a terminal, as lines elsewhere.
 
 No thread draws them: they are written when bytes arrive. They show numbers and the verb, never a leaf's name, which
 could be wider than the terminal or hold control characters.
@@ -34,13 +34,15 @@ _CLEAR_LINE = "\r\x1b[2K"
 
 
 class ProgressBar:
-    """`progress(done_bytes, total_bytes, leaf)` as a line on a terminal, which leaving its context removes.
+    """`progress(done_bytes, total_bytes, leaf)` as a line on a terminal.
+
+    Leaving its context removes the line.
 
     Elsewhere it writes lines, and none for what takes less than a second.
     """
 
     def __init__(self, verb: str, stream: TextIO | None = None):
-        """Args: `verb`: what is going on, such as "restoring"; `stream`: standard error if None."""
+        """Args: `verb`: the work, such as "restoring"; `stream`: standard error if None."""
         self._verb = verb
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -49,7 +51,7 @@ class ProgressBar:
         self._lines = 0
 
     def __call__(self, done: int, total: int, leaf: str) -> None:
-        """Draws the bar if the last one is old enough or this is the end; elsewhere writes a line when one is due."""
+        """Draws the bar if it is due, elsewhere a line."""
         now = time.monotonic()
         rate = size_text(round(done / max(now - self._started, 1e-3)))
         if not self._is_terminal:
@@ -80,7 +82,10 @@ class ProgressBar:
 
 
 def bar_line(verb: str, done: int, total: int, rate: str, columns: int) -> str:
-    """Returns `verb ###... 50%  1 GiB of 2 GiB  1 GiB/s` without what does not fit: a full line would wrap."""
+    """Returns `verb ###... 50%  1 GiB of 2 GiB  1 GiB/s`.
+
+    Parts that do not fit are left out: a full line would wrap.
+    """
     fraction = done / total if total else 1.0
     percent = f" {fraction:4.0%}"
     free = columns - 1 - len(verb + percent)
@@ -96,7 +101,10 @@ def bar_line(verb: str, done: int, total: int, rate: str, columns: int) -> str:
 
 
 def _columns(stream: TextIO) -> int:
-    """Returns the width of the terminal that a stream writes to, which need not be that of standard output."""
+    """Returns the width of a stream's terminal.
+
+    It need not be that of standard output.
+    """
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         if columns := os.get_terminal_size(stream.fileno()).columns:
             return columns
@@ -104,14 +112,21 @@ def _columns(stream: TextIO) -> int:
 
 
 def check_progress(progress: Progress | None) -> None:
-    """Raises ValueError for what is neither a function nor "bar"."""
+    """Checks a caller's `progress`.
+
+    Raises:
+      ValueError: it is neither a function nor "bar".
+    """
     if progress is not None and not callable(progress) and progress != "bar":
         raise ValueError(f"progress must be a function, 'bar' or None, not {progress!r}")
 
 
 @contextlib.contextmanager
 def shown_progress(progress: Progress | None, verb: str) -> Generator[OnProgress | None, None, None]:
-    """Returns the function to call as bytes arrive; for "bar", a bar is shown until the end of the context."""
+    """Yields the function to call as bytes arrive.
+
+    For "bar", a bar is shown until the end of the context.
+    """
     check_progress(progress)
     if progress != "bar":
         yield progress

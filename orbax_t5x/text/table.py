@@ -1,5 +1,6 @@
-"""Tables of text for terminals: a row is a name, short cells in columns, and where it comes from. No name is ever cut;
-one that is longer than a line goes on below, after a '/'.
+"""Tables of text for terminals: names, short cells, origins.
+
+No name is ever cut; a name that is longer than a line goes on below, after a '/'.
 
 A table has one line a row where nearly all rows fit; else the long texts of a row stand below its name. Whatever the
 width, the short cells stay in columns.
@@ -28,7 +29,9 @@ def terminal_width() -> int:
 
 
 def wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:
-    """Breaks text into lines of `width`, at spaces: readers copy paths and names.
+    """Breaks text at spaces into lines of `width`.
+
+    Readers copy paths and names.
 
     `first` and `rest` are what the first line and the others begin with.
     """
@@ -41,7 +44,10 @@ def wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> li
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableRow:
-    """Row of a table: the leaf's name, its array, sharding, bytes, source (or a remark in its place) and operations."""
+    """Row of a table: a leaf's name and its cells.
+
+    The cells are array, sharding, bytes, source (or a remark in its place) and operations.
+    """
 
     label: str
     array: str = ""
@@ -58,7 +64,10 @@ class TableRow:
 
 
 class _Columns:
-    """Cells beside a label, padded to one width in each column; a column without any text takes no room."""
+    """Cells beside a label, padded to a width per column.
+
+    A column without any text takes no room.
+    """
 
     def __init__(self, rows: Sequence[TableRow], names: Sequence[str], heads: TableRow | None = None):
         self._names = [name for name in names if any(getattr(row, name) for row in rows)]
@@ -76,14 +85,20 @@ class _Columns:
 
 
 def table_lines(rows: Sequence[TableRow], width: int, heads: TableRow | None = None) -> list[str]:
-    """Returns the lines of a table; `heads` are headings of the columns, shown where a row is one line."""
+    """Returns the lines of a table.
+
+    `heads` are headings of the columns, shown if each row is a line.
+    """
     if not rows:
         return []
     return _one_line_each(rows, width, heads) or _stacked_lines(rows, width)
 
 
 def _one_line_each(rows: Sequence[TableRow], width: int, heads: TableRow | None) -> list[str]:
-    """Formats one line a row, an origin below its row where it is too long; empty where too many rows are too long."""
+    """Formats each row as a line, its long origin below.
+
+    Empty if too many rows are too long.
+    """
     columns = _Columns(rows, ("array", "placing", "size"), heads)
     left = max(len(row.label) for row in rows)
     room = width - left - columns.width - len(_GAP)
@@ -99,7 +114,10 @@ def _one_line_each(rows: Sequence[TableRow], width: int, heads: TableRow | None)
 
 
 def _stacked_lines(rows: Sequence[TableRow], width: int) -> list[str]:
-    """Formats a name with its cells to the right, or below where they do not fit, and its origin below."""
+    """Formats a name with its cells, and its origin below.
+
+    Cells are to the right, or below if they do not fit.
+    """
     columns = _Columns(rows, ("array", "size"))
     blocks: list[list[str]] = []
     most = width - columns.width
@@ -123,7 +141,10 @@ def _stacked_lines(rows: Sequence[TableRow], width: int) -> list[str]:
 
 
 def name_lines(name: str, width: int, rest: str = INDENT) -> list[str]:
-    """Breaks a name that is longer than a line after a '/', where there is one; what is copied stays in order."""
+    """Breaks a long name after a '/'.
+
+    A copy of the lines has its parts in order.
+    """
     lines: list[str] = []
     while len(name) > width and (end := name.rfind("/", len(rest), width) + 1) > len(rest) + 1:
         lines.append(name[:end])

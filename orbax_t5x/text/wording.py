@@ -30,12 +30,15 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def with_full_stop(text: str) -> str:
-    """Returns text with a full stop, where it does not end with a mark."""
+    """Adds a full stop to text that ends without a mark."""
     return text if text.endswith((".", "!", "?", ":", "…")) else f"{text}."
 
 
 def listed(names: Iterable[str], shown: int, *, noun: str = "", separator: str = ", ") -> str:
-    """Returns `a, b and 3 more`, or `a, b and 3 more leaves` with a noun: the first few of several names."""
+    """Lists the first of several names: `a, b and 3 more`.
+
+    With a noun it is `a, b and 3 more leaves`.
+    """
     names = list(names)
     left = len(names) - shown
     text = separator.join(names[:shown])
@@ -48,7 +51,7 @@ def leaves_text(count: int) -> str:
 
 
 def dtype_text(dtype: Any) -> str:
-    """Returns a dtype's name; that of strings, which is object, is `bytes`."""
+    """Returns a dtype's name; strings, of dtype object, are `bytes`."""
     return "bytes" if np.dtype(dtype) == np.dtype(object) else np.dtype(dtype).name
 
 
@@ -59,13 +62,19 @@ def array_text(dtype: Any, shape: tuple[int, ...]) -> str:
 
 
 def array_bytes(dtype: Any, shape: Sequence[int]) -> int:
-    """Returns the bytes of an array in memory; strings count nothing, because a shape has no lengths of strings."""
+    """Returns the bytes of an array in memory.
+
+    Strings count nothing, because a shape has no lengths of strings.
+    """
     dtype = np.dtype(dtype)
     return 0 if dtype.hasobject else math.prod(shape) * dtype.itemsize
 
 
 def sharding_text(sharding: Any) -> str:
-    """Returns `P('data', None)` for a NamedSharding, `1 device`, or the class's name; empty for None."""
+    """Returns `P('data', None)` for a NamedSharding, else `1 device` or the class's name.
+
+    Empty for None.
+    """
     if sharding is None:
         return ""
     memory = getattr(sharding, "memory_kind", None)
@@ -93,7 +102,10 @@ def mesh_text(sharding: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns text from a file without control characters, which would move a terminal's cursor."""
+    """Returns text from a file without control characters.
+
+    They would move a terminal's cursor.
+    """
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

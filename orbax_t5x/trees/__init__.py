@@ -1,1 +1,1 @@
-"""Trees of arrays: names, nesting and dtypes; knows no checkpoint and no view."""
+"""Trees of arrays: names, nesting and dtypes, without checkpoints or views."""

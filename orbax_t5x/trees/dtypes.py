@@ -1,4 +1,7 @@
-"""Classifies conversions of dtypes by the values that they keep: the only module that decides what needs permission."""
+"""Classes of dtype conversions by the values that they keep.
+
+No other module decides if a conversion needs permission.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,10 @@ def _int_fits(source: np.dtype, target: np.dtype) -> bool:
 
 
 def _float_holds(source: np.dtype, target: np.dtype) -> bool:
-    """Reports whether a float has every integer of a type: digits, and the zero, sign and range small floats lack."""
+    """Tests if a float has every integer of a type.
+
+    Digits count, and the zero, sign and range that small floats lack.
+    """
     low, high = _int_range(source)
     if high.bit_length() > int(ml_dtypes.finfo(target).nmant) + 1:
         return False
@@ -107,7 +113,9 @@ def _float_fits(source: np.dtype, target: np.dtype) -> bool:
 
 
 def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype | None:
-    """Returns the dtype that JAX's standard promotion gives for several, 64-bit ones kept; None where it gives none.
+    """Promotes dtypes as JAX does, keeping 64 bits.
+
+    None: JAX has no common dtype for them.
 
     Integers take the dtype of a float with them; float16 with bfloat16 is float32; types narrower than 8 bits, and
     floats of 8 bits and less with other floats, are not promoted.

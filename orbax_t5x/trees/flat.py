@@ -1,4 +1,4 @@
-"""State dicts as flat mappings: '/'-joined names to leaves, and back.
+"""State dicts as flat mappings from '/'-joined names to leaves.
 
 Everything here works on names; leaves are never looked into, so nothing is read.
 """
@@ -20,11 +20,17 @@ _SPEC_KEYS = frozenset(("driver", "kvstore", "metadata"))
 
 
 class EndlessTreeError(ValueError):
-    """Error: a tree contains itself, or has too many levels; the text is what follows "it"."""
+    """A tree that contains itself or has too many levels.
+
+    The text is a predicate, to follow "it".
+    """
 
 
 class NameClashError(ValueError):
-    """Error: two leaves of a tree have one name, or the name of one is the path of another."""
+    """Two leaves of a tree with clashing names.
+
+    The names are equal, or a name is the path of the other leaf.
+    """
 
     def __init__(self, first: str, second: str):
         self.names: tuple[str, str] = (first, second)
@@ -33,12 +39,18 @@ class NameClashError(ValueError):
 
 
 def is_tensorstore_spec(value: Any) -> bool:
-    """Reports whether a mapping is a serialized TensorStore spec, which T5X keeps as one leaf."""
+    """Tests if a mapping is a serialized TensorStore spec.
+
+    T5X keeps such a mapping as a leaf.
+    """
     return isinstance(value, Mapping) and _SPEC_KEYS <= value.keys()
 
 
 def _walk_nested(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves by name, in order, of a tree of any depth that does not contain itself."""
+    """Yields the leaves of a tree by name, in order.
+
+    The depth is free, but the tree must not contain itself.
+    """
     pending: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", tree, iter(tree.items()))]
     above = {id(tree)}
     while pending:
@@ -61,10 +73,13 @@ def _walk_nested(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tu
 
 
 def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
-    """Flattens a nested dict to its leaves by '/'-joined name, in order; two of one name are a NameClashError.
+    """Flattens a nested dict to leaves by '/'-joined name.
 
     None is a leaf, and so is a serialized TensorStore spec. Keys that hold '/' give the same joined name; other keys
     than text are written as text. `keep_empty_nodes` keeps empty mappings, as themselves.
+
+    Raises:
+      NameClashError: two leaves have the same name.
     """
     flat: dict[str, Any] = {}
     for name, value in _walk_nested(state_dict, keep_empty_nodes):
@@ -75,7 +90,7 @@ def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, 
 
 
 def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
-    """Builds the nested dict whose `flatten` is `flat`.
+    """Builds the nested dict that `flatten` makes `flat` of.
 
     Where a leaf's name runs through another (`a` and `a/b`), that is a NameClashError, or with `join_clashes` the
     longer name's rest stays joined as one key; `flatten` undoes that, too.
@@ -108,12 +123,18 @@ def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
 
 
 def unwrapped(tree: dict[str, Any]) -> Any:
-    """Converts a nested dict to what was saved: an array that is the whole tree has an empty name, and is no dict."""
+    """Converts a nested dict to the tree that was saved.
+
+    An array that is the whole tree has an empty name, and is no dict.
+    """
     return tree[""] if tree.keys() == {""} else tree
 
 
 def prefixed(prefix: str, name: str) -> str:
-    """Puts a leaf's name below a prefix; an empty name, that of an array without a tree, gives the prefix."""
+    """Puts a leaf's name below a prefix.
+
+    An empty name, that of an array without a tree, gives the prefix.
+    """
     return f"{prefix}/{name}" if prefix and name else prefix or name
 
 
@@ -128,7 +149,10 @@ def _first_below(flat: FlatState, name: str) -> str:
 
 
 def _rejoin(node: dict[str, Any], part: str, nodes: set[str], name: str) -> None:
-    """Moves the leaves of the node at `part` up, under joined keys, to make room for a leaf of that name."""
+    """Moves the leaves below `part` up, under joined keys.
+
+    This makes room for a leaf of that name.
+    """
     below = node.pop(part)
     for rest, value in flatten(below).items():
         node[f"{part}/{rest}"] = value

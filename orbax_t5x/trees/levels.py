@@ -1,4 +1,4 @@
-"""Refuses trees that contain themselves, or are nested deeper than any that is meant.
+"""Refusal of trees that are nested too deep or contain themselves.
 
 Such a tree would be walked without end, or end in a RecursionError; after one of those JAX's flattening takes no deep
 tree in that thread any more. So the check comes first.
@@ -27,7 +27,11 @@ _PLAIN_LEAVES = frozenset(_LEAVES[1:])
 
 
 def require_levels(tree: Any) -> None:
-    """Raises an EndlessTreeError for a tree that contains itself or has `MOST_LEVELS` levels or more."""
+    """Checks that a tree ends.
+
+    Raises:
+      EndlessTreeError: it contains itself, or has `MOST_LEVELS` levels or more.
+    """
     pending: list[Iterator[tuple[Any, Any]]] = [iter([("", tree)])]
     above: list[tuple[Any, Any]] = []
     while pending:
@@ -48,7 +52,10 @@ def require_levels(tree: Any) -> None:
 
 
 def _error(names: Sequence[Any], repeats: int | None) -> EndlessTreeError:
-    """Makes the error for a node below these names, of which the first `repeats` lead to a node that is above it."""
+    """Makes the error for a node below these names.
+
+    The first `repeats` names lead to the same node, further up.
+    """
     path = "/".join(map(str, names[: repeats or _SHOWN_LEVELS]))[:_SHOWN_CHARACTERS]
     if repeats is None:
         return EndlessTreeError(f"has {MOST_LEVELS} levels or more, at {path!r}; does it contain itself?")
@@ -56,7 +63,7 @@ def _error(names: Sequence[Any], repeats: int | None) -> EndlessTreeError:
 
 
 def _repeats(nodes: Iterable[Any]) -> int | None:
-    """Returns the number of the first node that is one of those above it."""
+    """Returns the index of the first node that occurs above itself."""
     seen: set[int] = set()
     for number, node in enumerate(nodes):
         if id(node) in seen:
@@ -66,7 +73,10 @@ def _repeats(nodes: Iterable[Any]) -> int | None:
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Returns the children of a node by name; None for a leaf, and for what names its own leaves."""
+    """Returns a node's children by name, or None for a leaf.
+
+    A node that names its own leaves counts as a leaf.
+    """
     if isinstance(node, _LEAVES):
         return None
     if is_mapping(node):

@@ -21,14 +21,14 @@ _PLAIN_TYPES = frozenset({dict, list, tuple, int, float, jax.ShapeDtypeStruct})
 
 
 def is_train_state(node: Any) -> bool:
-    """Reports whether a node names its own leaves, as T5X's train states do."""
+    """Tests if a node is a train state, which names its leaves."""
     if isinstance(node, type):
         return False
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "restore_state", None))
 
 
 def names_itself(node: Any) -> bool:
-    """Reports whether a node is a T5X train state, or a state or a module of `flax.nnx`."""
+    """Tests if a node is T5X's train state or of `flax.nnx`."""
     # Asked for every node and leaf of a target.
     if type(node) in _PLAIN_TYPES:
         return False
@@ -36,7 +36,10 @@ def names_itself(node: Any) -> bool:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns the leaves by '/'-joined name; of two leaves with one name, the last."""
+    """Returns the leaves by '/'-joined name.
+
+    Of two leaves with the same name, the last counts.
+    """
     return dict(_walk_named("", tree))
 
 

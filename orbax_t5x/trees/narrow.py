@@ -1,5 +1,6 @@
-"""`isinstance` for values of which nothing is known: to a type checker what they hold is `Any`, not unknown; and the
-check of what a caller gives as True or False.
+"""Type guards for untyped values, and a check of flags.
+
+To a type checker their contents are `Any`, not unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
 
 
 def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
-    """Reports whether a value is a list, a tuple or another sequence, and no text."""
+    """Tests if a value is a sequence other than text."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
@@ -31,6 +32,9 @@ def is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuses what Python takes as True or False without being either: the text "no" would be true."""
+    """Checks that a value is True or False.
+
+    Python takes all else for a truth value, too: the text "no" would be true.
+    """
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is True or False, not {value!r}")

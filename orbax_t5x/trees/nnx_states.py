@@ -1,4 +1,6 @@
-"""`flax.nnx` states and modules as parts of a target: leaves by path, put back with their types and metadata.
+"""Parts of a target that are `flax.nnx` states or modules.
+
+Leaves are by path, and put back with their types and metadata.
 
 A leaf's name is its path, '/'-joined, integers as text, without the trailing `value` that a stock Orbax save of an
 `nnx.State` adds. What comes back has the integer paths, `Variable` types and metadata of the target; nothing is derived
@@ -19,13 +21,16 @@ NamedLeaf = tuple[str, Any, bool]
 
 
 def is_nnx_node(node: Any) -> bool:
-    """Reports whether a node is an `nnx.State`, an `nnx.Module` or another object of `flax.nnx` with variables."""
+    """Tests if a node is an object of `flax.nnx` with variables."""
     loaded = sys.modules.get("flax.nnx")
     return loaded is not None and isinstance(node, (loaded.State, loaded.Pytree))
 
 
 def flatten_node(node: Any) -> tuple[list[NamedLeaf], Callable[[Mapping[str, Any]], Any]]:
-    """Leaves of an `nnx.State` or an `nnx.Module`, concrete or abstract, and what puts values in their places."""
+    """Flattens an `nnx.State` or an `nnx.Module`, concrete or abstract.
+
+    Returns the leaves, and a function that puts values in their places.
+    """
     loaded = sys.modules["flax.nnx"]
     if isinstance(node, loaded.State):
         return flatten_target(node)
@@ -35,7 +40,9 @@ def flatten_node(node: Any) -> tuple[list[NamedLeaf], Callable[[Mapping[str, Any
 
 
 def flatten_target(state: nnx.State) -> tuple[list[NamedLeaf], Callable[[Mapping[str, Any]], nnx.State]]:
-    """Returns (name, value, whether it is an `nnx.Param`) of each leaf of an `nnx.State`, and what rebuilds it.
+    """Flattens an `nnx.State` to names, values and their kinds.
+
+    A leaf is (name, value, True for an `nnx.Param`); the second result rebuilds the state.
 
     The function puts values by name into a new State: each `Variable` with its type and metadata.
     """

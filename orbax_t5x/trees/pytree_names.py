@@ -1,4 +1,4 @@
-"""The names of a pytree's leaves: what `flax.serialization.to_state_dict` calls them.
+"""Names of a pytree's leaves, as `flax.serialization.to_state_dict` gives them.
 
 Dict keys, field names and sequence indices, as text, joined by '/'.
 """
@@ -13,7 +13,10 @@ _KEY_ATTRIBUTES = ("key", "name", "idx")
 
 
 def key_text(key: Any) -> str:
-    """Returns the name of one step of a JAX key path: a dict key (`None` is "None"), a field's name, or an index."""
+    """Returns the name of a step in a JAX key path.
+
+    It is a dict key (`None` is "None"), a field's name, or an index.
+    """
     for attribute in _KEY_ATTRIBUTES:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -21,7 +24,7 @@ def key_text(key: Any) -> str:
 
 
 def leaf_name(path: Sequence[Any]) -> str:
-    """Returns the '/'-joined name of a leaf, from its JAX key path."""
+    """Returns a leaf's '/'-joined name from its JAX key path."""
     try:
         keys = [key.key for key in path]
     except AttributeError:
