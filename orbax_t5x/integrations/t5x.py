@@ -1,55 +1,318 @@
-"""Checkpointer of the shape of T5X's `CheckpointerConstructor`.
+"""Checkpoint managers of the shape that T5X's training scripts call, so that a T5X job changes by lines of gin.
 
-A T5X job changes to it by a gin line.
-
-T5X's training loop makes it with a train state, a partitioner and a directory, and calls `save`, `restore` and
-`restore_from_tf_checkpoint`. What is saved is T5X's own Orbax layout: `checkpoint_<step>/state`, which T5X's Orbax
-manager and stock Orbax read. What is restored has any format.
+`CheckpointManager` has the constructor and methods of T5X's `OrbaxCheckpointManagerInterface`, `Checkpointer` those of
+its native one (`use_orbax = False`). What is saved is T5X's own Orbax layout, `checkpoint_<step>/state`, which T5X and
+stock Orbax read; what is restored has any format. Nothing on disk changes before the first `save`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
+import inspect
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from orbax_t5x.errors import Fix, RestorePlanError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
+from orbax_t5x.integrations.t5x_dataset import ITEM as DATASET
+from orbax_t5x.integrations.t5x_dataset import DatasetHandler, DatasetPosition, DatasetSave
+from orbax_t5x.integrations.t5x_retention import Retention
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.restoring.api import restore
+from orbax_t5x.text.code import calls_code
 from orbax_t5x.transforms import Translate
 from orbax_t5x.trees.flat import unflatten
 
 _ITEM = "state"
+_PREFIX = "checkpoint"
+# Modules of T5X that have had `get_checkpoint_prefix`.
+_PREFIX_MODULES = ("t5x.checkpoints", "t5x.checkpoint_utils", "t5x.checkpoints_utils")
+Transformations = Sequence[Callable[..., Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterInfo:
+    """What T5X's functions for saves learn of a leaf.
+
+    Attributes:
+      name: '/'-joined.
+      mesh_axes: its `PartitionSpec`, or None.
+      shape: of the whole array.
+    """
+
+    name: str
+    mesh_axes: PartitionSpec | None
+    shape: tuple[int, ...]
+
+    @property
+    def axes(self) -> PartitionSpec | None:
+        """`mesh_axes`, as T5X's native checkpointer names it."""
+        return self.mesh_axes
+
+
+class TrainStateManager:
+    """Manager of the steps of a run, over `orbax_t5x.restore` and an `ocp.CheckpointManager`.
+
+    Attributes:
+      directory: of the run; the step or the bundle in evaluations.
+
+    Args:
+      directory: of the run.
+      train_state: concrete or abstract; what is restored has its structure.
+      partitioner: T5X's: `mesh`, `get_mesh_axes(train_state)` and `get_data_layout()`.
+      dataset_iterator: saved and restored beside the state, if given.
+      save_dtype: of the floating-point parameters in what is saved; None: as they are.
+      restore_dtype: of the floating-point parameters in what is restored; None: as in the train state.
+      keep: how many steps are kept; None: all.
+      period: of saves without `force`.
+      checkpoint_steps, keep_dataset_checkpoints: taken, as T5X passes them, and not used.
+      force_keep_period: multiples of this step are kept for ever.
+      metric_name_to_monitor: the `keep` best steps by this metric of the run's TensorBoard files are kept; `train/loss`
+        is the tag `loss` in `train`.
+      metric_mode: "max" or "min".
+      keep_checkpoints_without_metrics: steps without the metric are kept for ever; the newest always is.
+
+    Raises:
+      ValueError: an option has no such value.
+      ImportError: a metric is monitored, and tensorboard is not installed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        train_state: Any,
+        partitioner: Any,
+        dataset_iterator: Any = None,
+        save_dtype: Any = None,
+        restore_dtype: Any = None,
+        keep: int | None = None,
+        period: int | None = 1,
+        checkpoint_steps: Sequence[int] | None = None,
+        keep_dataset_checkpoints: int | None = None,
+        force_keep_period: int | None = None,
+        metric_name_to_monitor: str | None = None,
+        metric_mode: str = "max",
+        keep_checkpoints_without_metrics: bool = True,
+    ):
+        del checkpoint_steps, keep_dataset_checkpoints
+        self.directory = epath.Path(directory)
+        self._train_state = train_state
+        self._partitioner = partitioner
+        self._save_dtype = _dtype(save_dtype)
+        self._restore_dtype = _dtype(restore_dtype)
+        self._period = period or 1
+        self._prefix = checkpoint_prefix()
+        self._position = _position(partitioner, dataset_iterator)
+        self._retention = Retention(
+            os.fspath(self.directory),
+            keep=keep,
+            force_keep_period=force_keep_period,
+            metric=metric_name_to_monitor,
+            mode=metric_mode,
+            keeps_unmeasured=keep_checkpoints_without_metrics,
+        )
+        self._opened: list[Checkpoint] = []
+        self._made: ocp.CheckpointManager | None = None
+
+    # -- steps
+
+    def all_steps(self) -> Sequence[int]:
+        """Lists the steps in order; one that is being saved is among them."""
+        if self._made is not None:
+            return sorted(self._made.all_steps())
+        if not self.directory.is_dir():
+            return []
+        names = ocp.path.step.standard_name_format(step_prefix=self._prefix)
+        return sorted(found.step for found in names.find_all(self.directory))
+
+    def latest_step(self) -> int | None:
+        """Returns the newest step, or None."""
+        return max(self.all_steps(), default=None)
+
+    def should_save(self, step: int) -> bool:
+        """Tests if a step is at the period and not saved yet."""
+        return step % self._period == 0 and step not in self.all_steps()
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save that is under way."""
+        if self._made is not None:
+            self._made.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for the save that is under way, and releases everything."""
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+        while self._opened:
+            self._opened.pop().close()
+
+    # -- saving
+
+    def _manager(self) -> ocp.CheckpointManager:
+        """Makes Orbax's manager for the first save: evaluations change nothing on disk."""
+        if self._made is None:
+            options = ocp.CheckpointManagerOptions(
+                step_prefix=self._prefix, preservation_policy=self._retention, cleanup_tmp_directories=True
+            )
+            handlers: dict[str, Any] = {_ITEM: TrainStateHandler()}
+            if self._position is not None:
+                handlers[DATASET] = DatasetHandler()
+            self._made = ocp.CheckpointManager(self.directory, item_handlers=handlers, options=options)
+        return self._made
+
+    def save(self, train_state: Any, state_transformation_fns: Transformations = (), force: bool = True) -> bool:
+        """Begins to save a step, the train state's.
+
+        Args:
+          train_state: what to save.
+          state_transformation_fns: T5X's functions for saves, each `(state_dict, parameter_infos) -> (state_dict,
+            parameter_infos)`, called in order.
+          force: save also between two periods.
+
+        Returns:
+          False if the step exists, is being saved, or is not at the period.
+
+        Raises:
+          TypeError: a function returns no pair.
+        """
+        step = int(train_state.step)
+        if step in self._manager().all_steps() or not (force or self.should_save(step)):
+            return False
+        item = train_state
+        if state_transformation_fns:
+            item = self._transformed(train_state, state_transformation_fns)
+        args: dict[str, Any] = {_ITEM: TrainStateSave(item, dtype=self._save_dtype)}
+        if self._position is not None:
+            args[DATASET] = DatasetSave(self._position)
+        return self._manager().save(step, args=ocp.args.Composite(**args), force=True)
+
+    def _transformed(self, train_state: Any, functions: Transformations) -> Any:
+        """Applies T5X's functions for saves to the state dict."""
+        state_dict = train_state.state_dict()
+        axes = _by_name(self._partitioner.get_mesh_axes(train_state).state_dict())
+        infos = unflatten(
+            {
+                name: None if leaf is None else ParameterInfo(name, _spec(axes.get(name)), tuple(np.shape(leaf)))
+                for name, leaf in _by_name(state_dict).items()
+            }
+        )
+        for function in functions:
+            result = function(state_dict, infos)
+            if not isinstance(result, tuple) or len(result) != 2:
+                name = getattr(function, "__name__", repr(function))
+                raise TypeError(
+                    f"{name} returned {type(result).__name__}; a function of SaveCheckpointConfig takes and returns "
+                    "(state_dict, parameter_infos)"
+                )
+            state_dict, infos = result
+        return state_dict
+
+    # -- restoring
+
+    def restore(
+        self,
+        step: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+        fallback_state: Any = None,
+        state_transformation_fns: Transformations = (),
+        lazy_parameters: bool = False,
+    ) -> Any:
+        """Restores a train state in the partitioner's shardings.
+
+        Args:
+          step: of the directory; None: the newest.
+          path: of a checkpoint of any format, instead of a step.
+          fallback_state: values, by the state dict, of leaves that the checkpoint lacks.
+          state_transformation_fns: T5X's functions, or transforms of `orbax_t5x.transforms`. Whether they are applied
+            is for T5X to say, by their keyword `is_resuming`.
+          lazy_parameters: gives lazy arrays instead; nothing is read then, and nothing is transformed.
+
+        Raises:
+          ValueError: both a step and a path are given.
+          CheckpointError: as `orbax_t5x.restore` does, with fixes in the words of T5X's configuration; the dataset's
+            position is wanted and missing.
+        """
+        source = self._source(step, path)
+        if lazy_parameters:
+            self._opened.append(open_checkpoint(source))  # the arrays read from it
+            return self._train_state.restore_state(unflatten(dict(self._opened[-1].leaves)))
+        functions, is_resuming = _unbound(state_transformation_fns)
+        state = self._restored(source, functions, fallback=fallback_state, is_resuming=is_resuming, strict=False)
+        if self._position is not None:
+            self._position.restore(epath.Path(source))
+        return state
+
+    def restore_from_tf_checkpoint(
+        self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: Any = None
+    ) -> Any:
+        """Restores a train state from Mesh TensorFlow's checkpoint of a T5, without TensorFlow."""
+        return self._restored(path_or_dir, [Translate(translator)], strict=strict, is_resuming=False)
+
+    def _source(self, step: int | None, path: str | os.PathLike[str] | None) -> str:
+        if step is not None and path is not None:
+            raise ValueError(f"step={step} and path={os.fspath(path)!r} name two checkpoints: give one")
+        if path is not None:
+            return os.fspath(path).rstrip("/") or "/"
+        step = self.latest_step() if step is None else step
+        return os.fspath(self.directory if step is None else self.directory / f"{self._prefix}_{step}")
+
+    def _restored(self, source: Any, transforms: Sequence[Any], **options: Any) -> Any:
+        try:
+            return restore(source, self._target(), transforms, dtype=self._restore_dtype, **options)
+        except RestorePlanError as error:
+            problems = [
+                problem if problem.fix is None else dataclasses.replace(problem, fix=_in_words_of_t5x(problem.fix))
+                for problem in error.problems
+            ]
+            raise RestorePlanError(problems, path=error.path) from error
+
+    def _target(self) -> Any:
+        """Makes the abstract train state in the partitioner's shardings, leaf by leaf, by name."""
+        mesh = self._partitioner.mesh
+        axes = _by_name(self._partitioner.get_mesh_axes(self._train_state).state_dict())
+
+        def abstract(name: str, leaf: Any) -> Any:
+            if not hasattr(leaf, "shape"):
+                return leaf
+            sharding = NamedSharding(mesh, _spec(axes.get(name)) or PartitionSpec())
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        leaves = _by_name(self._train_state.state_dict())
+        return self._train_state.restore_state(unflatten({name: abstract(name, leaf) for name, leaf in leaves.items()}))
+
+
+class CheckpointManager(TrainStateManager):
+    """Checkpoint manager that T5X's training scripts make and call; see `TrainStateManager`.
+
+    In gin: `utils.SaveCheckpointConfig.checkpoint_manager_cls = @orbax_t5x.integrations.t5x.CheckpointManager`, and
+    `utils.RestoreCheckpointConfig.checkpoint_manager_cls` likewise; a resume needs `register()`, too.
+    """
 
 
 class Checkpointer:
-    """Checkpointer with T5X's constructor and methods, over `orbax_t5x.restore` and an `ocp.CheckpointManager`.
+    """Checkpointer with the constructor and methods of T5X's native one, for `use_orbax = False`.
 
-    In gin: `utils.SaveCheckpointConfig.checkpointer_cls = @orbax_t5x.integrations.t5x.Checkpointer`, and
-    `utils.RestoreCheckpointConfig.checkpointer_cls` likewise.
+    A save returns when it is written, and leaves nothing open; a step that exists is skipped.
 
     Attributes:
       checkpoints_dir: where steps are saved.
 
     Args:
-      train_state: concrete or abstract; what is restored has its structure.
-      partitioner: T5X's: its `mesh`, and `get_mesh_axes(train_state)`, which gives a `PartitionSpec` per leaf.
-      checkpoints_dir: where steps are saved, and restored from without a path.
-      dataset_iterator: None; a dataset's state is saved by its own handler, beside the train state.
-      keep: how many steps are kept; None: all.
-      save_dtype: of the floating-point parameters in what is saved; None: as they are.
-      restore_dtype: of the floating-point parameters in what is restored; None: as in the train state.
-      keep_dataset_checkpoints: taken, as T5X passes it, and not used.
-
-    Raises:
-      ValueError: a dataset's iterator is given.
+      train_state, partitioner, dataset_iterator, save_dtype, restore_dtype, keep: see `TrainStateManager`.
+      checkpoints_dir: where steps are saved, and restored from without a path; "" in one that only restores.
+      options: `force_keep_period`, `metric_name_to_monitor`, `metric_mode` and `keep_checkpoints_without_metrics`, as
+        T5X's `SaveBestCheckpointer` has them; `keep_dataset_checkpoints` is taken and not used.
     """
 
     def __init__(
@@ -62,136 +325,179 @@ class Checkpointer:
         keep: int | None = None,
         save_dtype: Any = None,
         restore_dtype: Any = None,
-        keep_dataset_checkpoints: int | None = None,
+        **options: Any,
     ):
-        if dataset_iterator is not None:
-            raise ValueError(
-                "a dataset's iterator is not saved here: set save_dataset=False, and save it by a handler of its own"
-            )
         self.checkpoints_dir = os.fspath(checkpoints_dir)
-        self._train_state = train_state
-        self._partitioner = partitioner
-        self._keep = keep
-        self._save_dtype = save_dtype
-        self._restore_dtype = restore_dtype
-        self._opened: list[Checkpoint] = []
-
-    @functools.cached_property
-    def _manager(self) -> ocp.CheckpointManager:
-        # Not before it is needed: T5X makes checkpointers that only restore, with no directory of their own.
-        options = ocp.CheckpointManagerOptions(step_prefix="checkpoint", max_to_keep=self._keep)
-        root = epath.Path(self.checkpoints_dir)
-        return ocp.CheckpointManager(root, item_handlers={_ITEM: TrainStateHandler()}, options=options)
-
-    # -- saving
+        dtypes = {"save_dtype": save_dtype, "restore_dtype": restore_dtype}
+        self._manager = TrainStateManager(
+            self.checkpoints_dir, train_state, partitioner, dataset_iterator, keep=keep, **dtypes, **options
+        )
 
     def save(
-        self,
-        train_state: Any,
-        state_transformation_fns: Sequence[Callable[..., Any]] = (),
-        *,
-        concurrent_gb: int | None = None,
+        self, train_state: Any, state_transformation_fns: Transformations = (), *, concurrent_gb: int | None = None
     ) -> None:
-        """Saves the train state's step and waits until it is written.
+        """Saves a step, the train state's; `concurrent_gb` is not used: Orbax bounds its own memory.
 
-        Args:
-          train_state: what to save.
-          state_transformation_fns: applied to its state dict first.
-          concurrent_gb: taken, as T5X passes it, and not used: Orbax bounds its own memory.
+        Raises:
+          ValueError: the checkpointer has no directory.
         """
-        args = TrainStateSave(train_state, dtype=self._save_dtype, transforms=tuple(state_transformation_fns))
-        self._manager.save(int(train_state.step), args=ocp.args.Composite(**{_ITEM: args}), force=True)
-        self._manager.wait_until_finished()
+        del concurrent_gb
+        if not self.checkpoints_dir:
+            raise ValueError("checkpoints_dir is empty: this Checkpointer only restores")
+        try:
+            self._manager.save(train_state, state_transformation_fns)
+        finally:
+            self._manager.close()
 
     def all_steps(self) -> list[int]:
-        """Returns the steps in the directory, in order."""
-        return sorted(self._manager.all_steps())
+        """Lists the steps in order."""
+        return list(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
         """Returns the newest step, or None."""
         return self._manager.latest_step()
 
     def close(self) -> None:
-        """Waits for saves and releases the manager."""
+        """Releases checkpoints that lazy parameters read from."""
         self._manager.close()
-
-    # -- restoring
 
     def restore(
         self,
         step: int | None = None,
         path: str | os.PathLike[str] | None = None,
-        state_transformation_fns: Sequence[Callable[..., Any]] = (),
+        state_transformation_fns: Transformations = (),
         fallback_state: Any = None,
         lazy_parameters: bool = False,
     ) -> Any:
-        """Restores a train state in the partitioner's shardings.
-
-        Args:
-          step: of the directory; None: the newest.
-          path: of a checkpoint of any format, instead of the directory.
-          state_transformation_fns: T5X's functions, or transforms of `orbax_t5x.transforms`. Whether they are applied
-            is for T5X to say, by their keyword `is_resuming`.
-          fallback_state: values, by the state dict, of leaves that the checkpoint lacks.
-          lazy_parameters: gives lazy arrays instead; nothing is read then, and nothing is transformed.
-
-        Raises:
-          CheckpointError: as `orbax_t5x.restore` does.
-        """
-        source: Any = self.checkpoints_dir if path is None else path
-        if step is not None and path is None:
-            source = os.path.join(self.checkpoints_dir, f"checkpoint_{step}")
-        if lazy_parameters:
-            self._opened.append(open_checkpoint(source))  # the arrays read from it
-            return self._train_state.restore_state(unflatten(dict(self._opened[-1].leaves)))
-        fns, is_resuming = _unbound(state_transformation_fns)
-        return restore(
-            source,
-            self._target(),
-            fns,
-            fallback=fallback_state,
-            is_resuming=is_resuming,
-            strict=False,
-            dtype=self._restore_dtype,
-        )
+        """Restores a train state; see `TrainStateManager.restore`."""
+        return self._manager.restore(step, path, fallback_state, state_transformation_fns, lazy_parameters)
 
     def restore_from_tf_checkpoint(
         self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: Any = None
     ) -> Any:
-        """Restores a train state from Mesh TensorFlow's checkpoint, without TensorFlow."""
-        return restore(
-            path_or_dir,
-            self._target(),
-            Translate(translator),
-            strict=strict,
-            dtype=self._restore_dtype,
-            is_resuming=False,
-        )
+        """Restores a train state from Mesh TensorFlow's checkpoint of a T5, without TensorFlow."""
+        return self._manager.restore_from_tf_checkpoint(path_or_dir, strict, translator)
 
     def convert_from_tf_checkpoint(
         self,
         path_or_dir: str | os.PathLike[str],
         *,
-        state_transformation_fns: Sequence[Callable[..., Any]] = (),
+        state_transformation_fns: Transformations = (),
         concurrent_gb: int | None = None,
         translator: Any = None,
     ) -> None:
         """Restores a Mesh TensorFlow checkpoint, and saves it as a step."""
-        self.save(self.restore_from_tf_checkpoint(path_or_dir, translator=translator), state_transformation_fns)
-
-    def _target(self) -> Any:
-        axes = self._partitioner.get_mesh_axes(self._train_state)
-
-        def abstract(leaf: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self._partitioner.mesh, spec or PartitionSpec())
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        leaves, treedef = jax.tree_util.tree_flatten(self._train_state)
-        return treedef.unflatten(map(abstract, leaves, treedef.flatten_up_to(axes)))
+        state = self.restore_from_tf_checkpoint(path_or_dir, translator=translator)
+        self.save(state, state_transformation_fns, concurrent_gb=concurrent_gb)
 
 
-def _unbound(functions: Sequence[Callable[..., Any]]) -> tuple[list[Callable[..., Any]], bool]:
-    """Returns functions without T5X's bound `is_resuming`, and its value."""
+def register() -> Callable[[], None]:
+    """Makes `CheckpointManager` the default of T5X's save and restore configs.
+
+    T5X's `train` builds the restore config of a resume in Python, with the dataclass's default manager, and refuses a
+    save config of another class. This call sets the default of `checkpoint_manager_cls` in
+    `t5x.utils.SaveCheckpointConfig` and `t5x.utils.RestoreCheckpointConfig`: the class attribute, the dataclass field
+    and the default of `__init__`. Nothing else of T5X is touched.
+
+    Returns:
+      A function that puts back what was there.
+
+    Raises:
+      ImportError: T5X is not installed.
+    """
+    utils = importlib.import_module("t5x.utils")
+    undo = [
+        _set_default(config, "checkpoint_manager_cls", CheckpointManager)
+        for config in (utils.SaveCheckpointConfig, utils.RestoreCheckpointConfig)
+    ]
+
+    def unregister() -> None:
+        for function in undo:
+            function()
+
+    return unregister
+
+
+def _set_default(config: Any, name: str, value: Any) -> Callable[[], None]:
+    """Changes the default of a dataclass's field; returns a function that puts back what was there."""
+    init, field = inspect.unwrap(config.__init__), config.__dataclass_fields__[name]
+    parameters = inspect.signature(init).parameters.values()
+    with_default = [one.name for one in parameters if one.default is not one.empty and one.kind is not one.KEYWORD_ONLY]
+    old = init.__defaults__, init.__kwdefaults__, field.default, getattr(config, name)
+    if name in with_default:
+        place = with_default.index(name)
+        init.__defaults__ = (*init.__defaults__[:place], value, *init.__defaults__[place + 1 :])
+    else:
+        init.__kwdefaults__ = {**(init.__kwdefaults__ or {}), name: value}
+    field.default = value
+    setattr(config, name, value)
+
+    def put_back() -> None:
+        init.__defaults__, init.__kwdefaults__, field.default, shown = old
+        setattr(config, name, shown)
+
+    return put_back
+
+
+def checkpoint_prefix() -> str:
+    """Asks T5X for the prefix of its steps, if T5X is loaded; gin may have changed it."""
+    for name in _PREFIX_MODULES:
+        found = getattr(sys.modules.get(name), "get_checkpoint_prefix", None)
+        if found is not None:
+            return found()
+    return _PREFIX
+
+
+def _position(partitioner: Any, iterator: Any) -> DatasetPosition | None:
+    if iterator is None:
+        return None
+    layout = partitioner.get_data_layout()
+    return DatasetPosition(iterator, layout.shard_id, layout.num_shards, layout.is_first_host_in_replica_set)
+
+
+def _dtype(dtype: Any) -> Any:
+    """Returns a NumPy dtype of a name, a dtype or None."""
+    return None if dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _spec(axes: Any) -> PartitionSpec | None:
+    return axes if isinstance(axes, PartitionSpec) else None
+
+
+def _by_name(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Flattens nested mappings; every other value, None and `PartitionSpec` included, is a leaf."""
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found.update(_by_name(value, f"{prefix}/{name}" if prefix else str(name)))
+    return found
+
+
+_CONFIG = "utils.RestoreCheckpointConfig"
+_SETTINGS = {
+    "fallback": f"set {_CONFIG}.fallback_to_scratch = True, with an assignment_map",
+    "fallback_for": f"set {_CONFIG}.fallback_to_scratch = True, with an assignment_map",
+    "dtype": f"set {_CONFIG}.dtype",
+    "allow_lossy_cast": f"set {_CONFIG}.dtype",
+    "strict": f"set {_CONFIG}.strict = False",
+}
+
+
+def _in_words_of_t5x(fix: Fix) -> Fix:
+    """Returns a fix that names the settings of T5X's configuration instead of keywords of `orbax_t5x.restore`."""
+    if fix.alternatives:
+        return Fix.any_of(*map(_in_words_of_t5x, fix.alternatives))
+    ways = [text for name, text in _SETTINGS.items() if name in fix.arguments]
+    if fix.transforms:
+        ways.insert(0, f"add {calls_code(fix.transforms)} to {_CONFIG}.state_transformation_fns")
+    if fix.rule is not None:
+        ways.insert(0, f"write the rule of {_CONFIG}.assignment_map as {fix.rule}")
+    return dataclasses.replace(fix, text=" and ".join(dict.fromkeys(ways))) if ways else fix
+
+
+def _unbound(functions: Transformations) -> tuple[list[Callable[..., Any]], bool]:
+    """Returns the functions without the `is_resuming` that T5X has bound to them, and its value."""
     found = []
     is_resuming = False
     for function in functions:
@@ -202,3 +508,14 @@ def _unbound(functions: Sequence[Callable[..., Any]]) -> tuple[list[Callable[...
             function = functools.partial(function.func, *function.args, **rest) if bound else function.func
         found.append(function)
     return found, is_resuming
+
+
+# gin replaces a class that it meets in a config by a subclass, and T5X compares classes by identity; a class that gin
+# decorated in place stays itself.
+try:
+    gin: Any = importlib.import_module("gin")
+except ImportError:
+    gin = None
+if gin is not None:
+    for _class in (CheckpointManager, Checkpointer):
+        gin.configurable(_class, module=__name__)

@@ -38,6 +38,9 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x.storage.remote.hub", "_package"): "huggingface_hub is an optional package",
     ("orbax_t5x.multihost.catalogue", "opened_once"): "a restore of one process receives nothing from others",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
+    ("orbax_t5x.integrations.t5x", "register"): "T5X is an optional package",
+    ("orbax_t5x.integrations.t5x_dataset", "_tracked"): "TensorFlow is an optional package",
+    ("orbax_t5x.integrations.t5x_retention", "_tensorboard"): "tensorboard is an optional package",
     ("orbax_t5x.registry", "_loaded"): "entries of a table load on first use",
 }
 
