@@ -43,7 +43,7 @@ Transformations = Sequence[Callable[..., Any]]
 
 @dataclasses.dataclass(frozen=True)
 class ParameterInfo:
-    """What T5X's functions for saves learn of a leaf.
+    """A leaf, as T5X's functions for saves see it.
 
     Attributes:
       name: '/'-joined.

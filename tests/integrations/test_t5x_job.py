@@ -22,7 +22,6 @@ import orbax_t5x as ot
 from orbax_t5x import state_utils
 from orbax_t5x.adafactor import Adafactor
 from orbax_t5x.integrations import t5x
-from orbax_t5x.integrations.t5x_retention import Retention, metrics
 from orbax_t5x.train_state import FlaxOptimTrainState
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests.support import t5_model
@@ -292,48 +291,6 @@ def test_errors_name_t5xs_settings(tmp_path):
     assert not any(word in texts for word in ("fallback=", "strict=", "transforms=["))
     with pytest.raises(ValueError, match="two checkpoints"):
         manager.restore(step=1, path="x")
-
-
-@pytest.mark.parametrize("name", sorted(RETENTION["managers"]))
-def test_retention_is_t5xs(name, tmp_path):
-    """Our policy over the recorded steps; the newest step is never removed, which T5X does in one case."""
-    recorded = RETENTION["managers"][name]
-    options = recorded["options"]
-    policy = Retention(
-        str(tmp_path),
-        keep=options["keep"],
-        force_keep_period=options.get("force_keep_period"),
-        metric=options.get("metric_name_to_monitor"),
-        mode=options.get("metric_mode", "max"),
-        keeps_unmeasured=options.get("keep_checkpoints_without_metrics", True),
-    )
-    events = (JOB / RETENTION["events_file"]).read_bytes()
-    (tmp_path / "train").mkdir()
-    kept, previous = [], None
-    for step, expected in zip((0, 2, 4, 6, 8, 10), recorded["after_each_save"], strict=True):
-        if previous is not None:
-            size = RETENTION["events_bytes_after_step"][str(previous)]
-            (tmp_path / "train" / RETENTION["events_file"]).write_bytes(events[:size])
-        checkpoints = [types.SimpleNamespace(step=one) for one in (*kept, step)]
-        flags = policy.should_preserve(checkpoints, context=None)
-        kept = [one.step for one, flag in zip(checkpoints, flags, strict=True) if flag]
-        if policy.keeps_unmeasured:
-            assert kept == expected
-        else:
-            assert kept == sorted({*kept, step}), "the newest stays"
-        previous = step
-    if policy.keeps_unmeasured:
-        assert kept == recorded["on_disk"]
-
-
-def test_metrics_of_a_run(tmp_path):
-    folder = tmp_path / "train"
-    folder.mkdir()
-    shutil.copy(JOB / RETENTION["events_file"], folder)
-    measured = {int(step): loss for step, loss in RETENTION["loss_by_step"].items()}
-    expected = {step: loss for step, loss in measured.items() if step not in RETENTION["no_metrics_at"]}
-    assert metrics(str(tmp_path), "train/loss") == expected
-    assert metrics(str(tmp_path), "train/nothing") == metrics(str(tmp_path), "other/loss") == {}
 
 
 @pytest.mark.parametrize(
