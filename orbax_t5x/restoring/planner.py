@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x import on_demand
+from orbax_t5x.errors import Problem
+from orbax_t5x.lazy import Leaf
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.chains import rules_found, written_out
-from orbax_t5x.restoring.fallback import open_fallback
+from orbax_t5x.restoring.chains import OneSource, rules_found, written_out
+from orbax_t5x.restoring.fallback import Fallback, open_fallback
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
@@ -36,10 +38,17 @@ _partial_rules = on_demand.function("orbax_t5x.restoring.diagnose.partial_rules"
 
 @dataclasses.dataclass(frozen=True)
 class PlanInputs:
-    """Inputs of a plan: open sources, a flattened target, and the transforms between them.
+    """Inputs of a plan: open sources, a flattened target, the transforms between them, and what was decided about them.
 
-    `stored` has the leaves by their names in the sources, `source` by those that transforms get. `transforms` are
-    the `given` ones with the rules that `"auto"` found.
+    Attributes:
+      stored: the leaves by their names in the sources.
+      source: the leaves by the names that transforms get.
+      given: the sources' own transforms and those of the call.
+      transforms: the same with the rules that `"auto"` found.
+      takes_rules: whether transforms are applied, and one more would be; not so when a run is resumed.
+      proposes: whether transforms that would help are looked for.
+      fallback: values for missing leaves.
+      before: the problems that were known before the transforms.
     """
 
     sources: OpenSources
@@ -50,6 +59,31 @@ class PlanInputs:
     transforms: Sequence[Callable[..., Any]]
     options: RestoreOptions
     diagnostics: Diagnostics
+    takes_rules: bool = True
+    proposes: bool = True
+    fallback: Fallback | None = None
+    before: tuple[Problem, ...] = ()
+
+    @functools.cached_property
+    def stored_names(self) -> dict[Leaf, str]:
+        """The name of each stored leaf in its source."""
+        return {leaf: name for name, view in self.stored.items() if view is not None for leaf in view.leaves()}
+
+    def match(self, state: Mapping[str, Any], diagnostics: Diagnostics) -> Matcher:
+        """Makes a matcher of a state dict, with the diagnostics of the transforms that made it."""
+        return Matcher(self.target, self.options, self.fallback, self.stored_names, state, diagnostics)
+
+    def bare_sources(self) -> dict[str, dict[str, Any]]:
+        """Returns the leaves of the sources without transforms of their own, by the sources' own names for them."""
+        names = set(filter(None, self.sources.checkpoints))
+        bare = names - {one.source for one in self.transforms if isinstance(one, OneSource)}
+        leaves: dict[str, dict[str, Any]] = {}
+        for name, value in self.source.items() if bare else ():
+            # Of the sources `a` and `a/b` both may be meant; the longer one is tried.
+            owner = max((one for one in names if name.startswith(f"{one}/")), key=len, default="")
+            if owner in bare and value is not None:
+                leaves.setdefault(owner, {})[name.removeprefix(f"{owner}/")] = value
+        return leaves
 
 
 def plan_inputs(
@@ -82,43 +116,31 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     `proposes` is whether transforms that would help are looked for where leaves are missing.
     """
     checkpoints, flattened, options = inputs.sources.checkpoints, inputs.target, inputs.options
-    stored, source, transforms, diagnostics = inputs.stored, inputs.source, inputs.transforms, inputs.diagnostics
+    source, transforms, diagnostics = inputs.source, inputs.transforms, inputs.diagnostics
     if decision.warning:
         diagnostics.warnings.append(decision.warning)
     resuming = decision.is_resuming
     fallback = None if options.fallback is None else open_fallback(options.fallback, diagnostics.problems.append)
-    before = tuple(diagnostics.problems)
+    inputs = dataclasses.replace(
+        inputs,
+        takes_rules=not resuming,
+        proposes=proposes and not resuming,
+        fallback=fallback,
+        before=tuple(diagnostics.problems),
+    )
     state = run_on_leaves(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
     has_matched = decision.unmatched is None or bool(diagnostics.origin_of) or _is_changed(source, state)
-    stored_names = {leaf: name for name, view in stored.items() if view is not None for leaf in view.leaves()}
-    match = functools.partial(Matcher, flattened, options, fallback, stored_names)
-    matcher = match(state, diagnostics)
+    matcher = inputs.match(state, diagnostics)
     entries = matcher.entries()
     # Before the problems: the shape of a broken leaf is unknown, so it clashes with any target.
     _raise_broken(entries)
     if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers):
-        problems = _explain_failure(
-            matcher=matcher,
-            match=match,
-            source=source,
-            before=before,
-            given=inputs.given,
-            transforms=transforms,
-            proposes=proposes and not resuming,
-            strict=options.strict,
-            takes_rules=not resuming,
-            sources=tuple(filter(None, checkpoints)),
-        )
-        raise diagnostics.error(problems, path=inputs.sources.path)
+        raise diagnostics.error(_explain_failure(inputs, matcher), path=inputs.sources.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used] if matcher.leftovers else []
-    dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
-    if unused and (scales := scales_beside(used, unused)):
-        count = counted(len(scales), "quantized weight is", "quantized weights are")
-        diagnostics.warnings.append(
-            f"{count} restored without the scale that is stored beside it ({scales[0]}): add "
-            "ot.rules.scaled_fp8_to_float32() to the transforms"
-        )
+    dropped = {name for name, value in inputs.stored.items() if value is not None} - used - set(unused)
+    if unused:
+        diagnostics.warnings += _warnings_of_scales(used, unused)
     for pattern in matcher.unused_patterns() if options.fallback_for else ():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     found = () if resuming or not inputs.given else rules_found(inputs.given, transforms)
@@ -140,6 +162,18 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         if problems := _partial_rules(plan, found):
             raise diagnostics.error(problems, path=inputs.sources.path)
     return plan
+
+
+def _warnings_of_scales(used: Collection[str], unused: Sequence[str]) -> list[str]:
+    """Returns a warning if quantized weights are restored without their scales."""
+    scales = scales_beside(used, unused)
+    if not scales:
+        return []
+    count = counted(len(scales), "quantized weight is", "quantized weights are")
+    return [
+        f"{count} restored without the scale that is stored beside it ({scales[0]}): add "
+        "ot.rules.scaled_fp8_to_float32() to the transforms"
+    ]
 
 
 def _is_changed(source: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
