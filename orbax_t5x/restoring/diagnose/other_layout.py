@@ -115,7 +115,7 @@ def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class OtherNames(Hypothesis):
+class AlignedModel(Hypothesis):
     """Rules that `"auto"` would find for the whole model: advice, since names alone do not show that they are right."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:

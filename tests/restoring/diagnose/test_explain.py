@@ -48,7 +48,7 @@ transforms = [ot.transforms.Rename(((r"(target/.*)", r"\\1"),)), function]
 assert ot.restore(sys.argv[1], some, transforms, strict=False).keys() == some.keys()
 try:
     ot.plan_restore(sys.argv[1], {"other": np.zeros(2)})
-except ImportError as error:
+except (ImportError, ot.errors.CheckpointError) as error:
     print(error)
 """
 
@@ -58,7 +58,7 @@ def test_a_restore_that_succeeds_enters_no_module_of_this_package():
     source = GOLDENS / "t5x_orbax" / "d8_adafactor"
     done = subprocess.run([sys.executable, "-c", _RESTORE, source], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("a restore that succeeds loads orbax_t5x.restoring.diagnose")
+    assert "a restore that succeeds loads orbax_t5x.restoring.diagnose" in done.stdout
 
 
 def test_everything_that_is_wrong_is_in_one_list():

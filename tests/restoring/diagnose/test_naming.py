@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.restoring.diagnose import similar_name
+from orbax_t5x.restoring.diagnose import naming
 from orbax_t5x.trees.flat import unflatten
 from tests.support.failed_plans import BUNDLE, problems_of
 from tests.support.memory_checkpoint import checkpoint
@@ -18,7 +18,7 @@ def test_no_rule_for_a_leaf_of_the_demo_is_wrong():
     plan = ot.plan_restore(BUNDLE, None, [ot.transforms.Translate()])
     right = {entry.name: entry.sources for entry in plan.entries}
     target = {entry.name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in plan.entries}
-    found = similar_name.SimilarNames(target, ot.open_checkpoint(BUNDLE).leaves)
+    found = naming.SimilarNames(target, ot.open_checkpoint(BUNDLE).leaves)
     proposed = {name: found.to(name) for name in target}
     assert {name: same for name, same in proposed.items() if same is not None and (same,) != right[name]} == {}
 
@@ -84,8 +84,8 @@ def test_two_leaves_that_may_mean_one_get_none():
 def test_names_that_do_not_meet_cost_little(monkeypatch):
     """Comparisons of names grow with the number of leaves, not with its square."""
     compared = []
-    nearly_equal = similar_name._nearly_equal
-    monkeypatch.setattr(similar_name, "_nearly_equal", lambda *both: compared.append(both) or nearly_equal(*both))
+    nearly_equal = naming._nearly_equal
+    monkeypatch.setattr(naming, "_nearly_equal", lambda *both: compared.append(both) or nearly_equal(*both))
     array = np.zeros(2, np.float32)
     source = checkpoint({f"block_{i}/part_{j}/w": array for i in range(40) for j in range(20)})
     found = problems_of(source, {f"other/layer_{i}/thing_{j}/w": array for i in range(40) for j in range(20)})
