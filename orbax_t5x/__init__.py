@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES as STANDARD_LOGICAL_AXIS_RULES
     from orbax_t5x.partitioning import with_shardings as with_shardings
     from orbax_t5x.readers import Checkpoint as Checkpoint
+    from orbax_t5x.readers import Format as Format
     from orbax_t5x.readers import Limits as Limits
+    from orbax_t5x.readers import Mark as Mark
     from orbax_t5x.readers import latest_step as latest_step
     from orbax_t5x.readers import open_checkpoint as open_checkpoint
+    from orbax_t5x.readers import register_format as register_format
     from orbax_t5x.restoring.api import plan_restore as plan_restore
     from orbax_t5x.restoring.api import restore as restore
     from orbax_t5x.restoring.plan import PlanEntry as PlanEntry
@@ -58,10 +61,12 @@ __version__ = "0.2.0"
 # equal to the imports above.
 MODULE_OF = {
     "Checkpoint": "orbax_t5x.readers",
+    "Format": "orbax_t5x.readers",
     "LazyArray": "orbax_t5x.lazy",
     "LazyAwaitableArray": "orbax_t5x.lazy",
     "LazyThreadPoolArray": "orbax_t5x.lazy",
     "Limits": "orbax_t5x.readers",
+    "Mark": "orbax_t5x.readers",
     "PlanEntry": "orbax_t5x.restoring.plan",
     "Problem": "orbax_t5x.errors",
     "RestorePlan": "orbax_t5x.restoring.plan",
@@ -83,6 +88,7 @@ MODULE_OF = {
     "open_checkpoint": "orbax_t5x.readers",
     "optimizers": "",
     "plan_restore": "orbax_t5x.restoring.api",
+    "register_format": "orbax_t5x.readers",
     "register_type_handlers": "orbax_t5x.handlers.type_handlers.registration",
     "repeat": "orbax_t5x.lazy",
     "restore": "orbax_t5x.restoring.api",

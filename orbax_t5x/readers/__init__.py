@@ -1,8 +1,10 @@
 """Checkpoints of every format: `open_checkpoint` finds the format and its reader, `latest_step` the newest step."""
 
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.format import Format, Mark
+from orbax_t5x.readers.format_table import register_format
 from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.readers.newest import latest_step
 from orbax_t5x.storage.limits import Limits
 
-__all__ = ["Checkpoint", "Limits", "latest_step", "open_checkpoint"]
+__all__ = ["Checkpoint", "Format", "Limits", "Mark", "latest_step", "open_checkpoint", "register_format"]

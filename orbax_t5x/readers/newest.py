@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.readers.detect.owner import owner_of_directory
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import path_text
 from orbax_t5x.readers.flax_msgpack.root import StepFile, step_files
-from orbax_t5x.readers.formats import is_owned, open_checkpoint
-from orbax_t5x.readers.orbax.steps import finished_steps
+from orbax_t5x.readers.format_table import all_formats
+from orbax_t5x.readers.formats import open_checkpoint
+from orbax_t5x.readers.orbax.steps import Step, newest_first
 from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.opening import opening
 from orbax_t5x.storage.store import Files
@@ -51,14 +53,11 @@ def _latest_step(root: str, validated: bool) -> int | None:
     probe = probe_path(root)
     if probe.kind != "directory":
         return None
-    steps = finished_steps(probe.path) or _step_files(probe)
     place = files_at(probe.path)
-    if not validated:
-        if not steps:
-            return None
-        place.locate(steps[-1].name)
-        return steps[-1].step
-    for step in reversed(steps):
+    for step in _newest_first(probe):
+        if not validated:
+            place.locate(step.name)
+            return step.step
         problem = _problem_of(place, step.name)
         if problem is None:
             return step.step
@@ -66,9 +65,14 @@ def _latest_step(root: str, validated: bool) -> int | None:
     return None
 
 
-def _step_files(probe: PathProbe) -> Sequence[StepFile]:
-    """Lists the files of steps in a directory that no other format owns."""
-    return [] if is_owned(probe) else step_files(probe)
+def _newest_first(probe: PathProbe) -> Iterator[Step | StepFile]:
+    """Yields the finished steps of a root: directories, else files in a directory that no format owns."""
+    steps = newest_first(probe.path)
+    if (newest := next(steps, None)) is not None:
+        yield newest
+        yield from steps
+    elif owner_of_directory(probe, all_formats()) is None:
+        yield from reversed(step_files(probe))
 
 
 def _problem_of(root: Files, name: str) -> CheckpointError | None:

@@ -15,10 +15,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.readers.detect.foreign import foreign_format
-from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
+from orbax_t5x.readers.format import Format
 from orbax_t5x.readers.orbax.steps import finished_steps, step_of_name
-from orbax_t5x.readers.tf_bundle.format import prefix_of_shard
 from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import LEADS_OUT
 from orbax_t5x.text.wording import listed
@@ -28,6 +27,7 @@ _FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # A URL of which a slash was lost, by a shell's or a path's join.
 _CUT_URL = re.compile(r"(gs|s3|hf|https?):/([^/].*)")
+_SHARD = re.compile(r".+\.data-[0-9]{5}-of-[0-9]{5}", re.ASCII | re.DOTALL)
 # Names of a directory that an error shows.
 _SHOWN_NAMES = 8
 # Names close to one that does not exist: more than three are no help, and looser ones are other files.
@@ -75,7 +75,7 @@ def _existing(directory: str) -> str:
 
 def _close_names(directory: str, name: str) -> list[str]:
     """Finds names in a directory that are close to a missing one: bundles by their prefix."""
-    names = {entry.removesuffix(".index") for entry in probe_path(directory).names if prefix_of_shard(entry) is None}
+    names = {entry.removesuffix(".index") for entry in probe_path(directory).names if not _SHARD.fullmatch(entry)}
     return difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE)
 
 
@@ -83,7 +83,7 @@ def unrecognised_error(probe: PathProbe, formats: Sequence[Format]) -> Checkpoin
     """Makes the error of a path that no format recognises."""
     if (foreign := foreign_format(probe)) is not None:
         return UnsupportedCheckpointError(foreign.what, path=probe.path, fix=Fix(foreign.way_out))
-    sought = "; ".join(row.sought for row in formats)
+    sought = "; ".join(row.sought or row.name for row in formats)
     if probe.kind == "directory":
         is_remote = files_at(probe.path).is_remote
         if outside := [name for name in sorted(probe.names) if not is_remote and probe.inside(name).kind == "outside"]:

@@ -131,7 +131,7 @@ def _steps_below(root: str) -> list[_StepDirectory]:
 
 
 def _is_finished(steps: Sequence[_StepDirectory], index: int) -> bool:
-    """Tests whether a step is finished by the file that Orbax writes last; see `readers.orbax.steps.committed`."""
+    """Tests whether a step is finished by the file that Orbax writes last; see `readers.orbax.steps.newest_first`."""
     path = steps[index].path
     if is_file(path, COMMIT_FILE) or not is_file(path, STEP_METADATA_FILE):
         return True

@@ -75,9 +75,6 @@ class LocalFiles(FileSet, Files):
                 continue
         return found
 
-    def may_hold_steps(self) -> bool:
-        return True
-
     # -- names below
 
     def exists(self, name: str = "") -> bool:

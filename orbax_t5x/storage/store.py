@@ -202,10 +202,6 @@ class Files(FilePlace, Protocol):
         """Lists the directories in the root; links in it are followed as far as they stay inside."""
         ...
 
-    def may_hold_steps(self) -> bool:
-        """Reports whether listing the root may find steps, at a price worth paying."""
-        ...
-
     # -- names below
 
     def join(self, name: str) -> str:

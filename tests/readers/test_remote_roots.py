@@ -138,10 +138,11 @@ def roots(root, tmp_path, monkeypatch):
     google.close()
 
 
-def test_files_of_another_format_do_not_own_a_root(roots):
-    """Of a bucket, files that make a checkpoint are looked for first."""
-    for names in (["TensorFlow's state"], ["a model"]):
-        assert roots.compare(names)[1] == NEWEST
+def test_the_files_of_a_root_go_before_its_steps(roots):
+    """Of a bucket, files that make a checkpoint are looked for first; a state that names no bundle is none."""
+    assert roots.compare(["TensorFlow's state"])[1] == NEWEST
+    broken = "CorruptCheckpointError"  # the model that was found is one byte
+    assert roots.compare(["a model"])[1] == NEWEST | {"opened": broken, "restored": broken}
 
 
 def test_a_root_of_a_web_server_is_refused_and_its_steps_are_opened(roots):
@@ -169,7 +170,7 @@ def test_any_strays_together(roots, data):
 
 
 def test_s3(roots, monkeypatch):
-    files, local = roots.compare(["a model", "a half-written step", "a step's name with a prefix as a file"])
+    files, local = roots.compare(["notes", "a half-written step", "a step's name with a prefix as a file"])
     with amazon_store() as store:
         for name, value in store.environment.items():
             monkeypatch.setenv(name, value)

@@ -18,12 +18,12 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.readers.detect.gguf_format import MAGIC
 from orbax_t5x.readers.flax_msgpack.walk import most_leaves, too_many
 from orbax_t5x.readers.ranges.window_reader import WindowReader
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import StoredFile
 
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 # The most dimensions that GGML's tensors have.
 _MOST_DIMENSIONS = 4

@@ -24,7 +24,6 @@ from orbax_t5x.extras.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.detect.gguf_format import SUFFIX
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
@@ -32,6 +31,7 @@ from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.locations import files_at, open_directory_of
 from orbax_t5x.storage.store import Files, StoredFile
 
+SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<model>.*)-[0-9]{5}-of-(?P<parts>[0-9]{5})\.gguf", re.ASCII | re.DOTALL)
 _SINGLE = np.dtype(np.float32)
 # GGML's types by their codes: those that are read, then quantizations.

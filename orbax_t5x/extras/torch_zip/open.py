@@ -15,7 +15,6 @@ from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fi
 from orbax_t5x.extras.torch_zip.leaves import LeafMaker
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.detect.torch_zip_format import INDEX_FILE, INDEX_SUFFIX, OLD_MAGIC, SINGLE_FILE
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
 from orbax_t5x.readers.open_flag import OpenFlag
@@ -24,6 +23,11 @@ from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.locations import files_at, open_directory_of
 from orbax_t5x.storage.store import Files, StoredFile
 
+INDEX_SUFFIX = ".bin.index.json"
+# Names for a model in one file, for the index of several, and PEFT's for an adapter.
+MODEL_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
+# How a pickle begins, as PyTorch wrote before 1.6.
+_PICKLE_BEGIN = b"\x80"
 _PICKLE = "data.pkl"
 _STORAGES = "data/"
 _BYTE_ORDERS = {b"little": "little", b"big": "big"}
@@ -35,9 +39,9 @@ def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     path, is_directory = given.named, given.is_directory()
     directory = given if is_directory else files_at(os.path.dirname(path))
     names = given.names() if is_directory else [os.path.basename(path)]
-    name = next((name for name in (SINGLE_FILE, INDEX_FILE) if name in names), names[0]) if names else ""
-    if is_directory and name not in (SINGLE_FILE, INDEX_FILE):
-        raise CheckpointNotFoundError(f"neither {SINGLE_FILE!r} nor its index is in this directory", path=path)
+    name = next((name for name in MODEL_FILES if name in names), names[0]) if names else ""
+    if is_directory and name not in MODEL_FILES:
+        raise CheckpointNotFoundError(f"none of {', '.join(MODEL_FILES)} is in this directory", path=path)
     if is_directory or name.endswith(INDEX_SUFFIX):
         files = directory
     else:
@@ -85,7 +89,7 @@ class _TorchFiles(ModelFiles):
 
 def _require_zip(file: StoredFile) -> None:
     """Refuses PyTorch's older form, and pickles."""
-    if bytes(file.read(0, min(file.size, 1))) == OLD_MAGIC[:1]:
+    if bytes(file.read(0, min(file.size, 1))) == _PICKLE_BEGIN:
         raise UnsupportedCheckpointError(
             "a pickle without an archive, as PyTorch wrote before 1.6, which is not read",
             path=file.path,

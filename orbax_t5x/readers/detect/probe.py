@@ -8,7 +8,6 @@ that leads out is never followed, a FIFO or a device never opened.
 from __future__ import annotations
 
 import dataclasses
-import re
 
 from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.store import Look, Subdirectories
@@ -18,10 +17,6 @@ _HEAD_BYTES = 256
 # The last bytes of an SSTable are its magic number, those of an old T5X file its version.
 _TAIL_BYTES = 16
 _SSTABLE_MAGIC = bytes.fromhex("57fb808b247547db")
-# A map of the key `version`, a small number, and the key `optimizer`; that number at the end; a map of a state's parts.
-_T5X_HEAD = re.compile(rb"[\x82-\x8f]\xa7version[\x00-\x7f]\xa9optimizer", re.DOTALL)
-_T5X_TAIL = re.compile(rb"\xa7version[\x00-\x7f]\Z", re.DOTALL)
-_TRAIN_STATE_HEAD = re.compile(rb"[\x81-\x83](?:\xa6target|\xa5state|\xadflax_mutables)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +38,14 @@ class PathProbe:
     tail: bytes = b""
     size: int | None = 0
     names: frozenset[str] = frozenset()
+    _probed: dict[str, PathProbe] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def inside(self, name: str) -> PathProbe:
-        """Probes a name in this directory; of anything but a file, only the kind."""
-        files = files_at(self.path)
-        return _probe(files.join(name), files.look(name, head=_HEAD_BYTES, tail=_TAIL_BYTES))
-
-    def with_suffix(self, suffix: str) -> list[str]:
-        """Returns the names in this directory that end with a suffix, sorted."""
-        return sorted(name for name in self.names if name.endswith(suffix))
+        """Probes a name in this directory once; of anything but a file, only the kind."""
+        if name not in self._probed:
+            files = files_at(self.path)
+            self._probed[name] = _probe(files.join(name), files.look(name, head=_HEAD_BYTES, tail=_TAIL_BYTES))
+        return self._probed[name]
 
 
 def is_file(directory: str, name: str) -> bool:
@@ -74,14 +68,6 @@ def _probe(path: str, look: Look) -> PathProbe:
     return PathProbe(path, *look)
 
 
-def first_zip_member(probe: PathProbe) -> bytes | None:
-    """Returns the name of a ZIP archive's first member, as far as it was read; None for other files."""
-    if probe.kind != "file" or not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
-        return None
-    size = int.from_bytes(probe.head[26:28], "little") if probe.head.startswith(b"PK\x03") else 0
-    return probe.head[30 : 30 + size]
-
-
 def is_sstable(probe: PathProbe) -> bool:
     """Reports whether a file ends as an SSTable does: the index of a bundle, or a TensorFlow 1 (V1) checkpoint."""
     return probe.kind == "file" and probe.tail.endswith(_SSTABLE_MAGIC)
@@ -100,16 +86,3 @@ def is_msgpack_map(probe: PathProbe) -> bool:
     size = 1 if 0x81 <= first <= 0x8F else {0xDE: 3, 0xDF: 5}.get(first, 0)
     key = probe.head[size] if 0 < size < len(probe.head) else 0
     return 0xA0 <= key <= 0xBF or key in (0xD9, 0xDA)
-
-
-def is_t5x_msgpack(probe: PathProbe) -> bool:
-    """Reports whether a file is a msgpack map of `version` and `optimizer`, in the order of newer or older T5X."""
-    return is_msgpack_map(probe) and (
-        _T5X_HEAD.match(probe.head) is not None
-        or (probe.head.startswith(b"\x82\xa9optimizer") and _T5X_TAIL.search(probe.tail) is not None)
-    )
-
-
-def is_t5x_state(probe: PathProbe) -> bool:
-    """Reports whether a file called `checkpoint` is T5X's: with its version, or a map of a train state's parts."""
-    return is_t5x_msgpack(probe) or (is_msgpack_map(probe) and _TRAIN_STATE_HEAD.match(probe.head) is not None)

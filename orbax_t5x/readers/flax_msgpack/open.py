@@ -13,7 +13,6 @@ from typing import NamedTuple
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import probe_path
-from orbax_t5x.readers.flax_msgpack.format import HUB_FILE, INDEX_FILE, INDEX_SUFFIX
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
@@ -23,6 +22,10 @@ from orbax_t5x.storage.locations import files_at, open_directory_of
 from orbax_t5x.storage.store import Files, StoredFile
 
 SUFFIX = ".msgpack"
+INDEX_SUFFIX = ".msgpack.index.json"
+# Hugging Face's names for a model in one file, and for the index of several.
+HUB_FILE = "flax_model.msgpack"
+INDEX_FILE = "flax_model.msgpack.index.json"
 # How Flax names the files of steps, and the Hugging Face trainer its directories.
 _STEP_NAME = re.compile(r"(?:.*[._-])?checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
 # A file up to this size is fetched whole from a remote store: its headers and small arrays are all over it.

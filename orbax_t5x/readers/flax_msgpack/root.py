@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from orbax_t5x.errors import UnsupportedCheckpointError
-from orbax_t5x.readers.detect.probe import PathProbe, is_msgpack_map, subdirectories
+from orbax_t5x.readers.detect.probe import PathProbe, Subdirectories, is_msgpack_map, subdirectories
 
 _PREFIX = "checkpoint_"
 # As Python writes numbers; a sign that follows a letter or a digit belongs to the prefix.
@@ -42,14 +42,7 @@ def step_files(probe: PathProbe) -> list[StepFile]:
     Raises:
       UnsupportedCheckpointError: there are files of several other prefixes.
     """
-    found: dict[str, list[StepFile]] = {}
-    matches = [match for name in probe.names if (match := _NAME.fullmatch(name))]
-    directories = set(subdirectories(probe.path).inside) if matches else set()
-    for match in matches:
-        if match[0] not in directories:
-            found.setdefault(match["prefix"], []).append(StepFile(Decimal(match["number"]), match[0]))
-    for files in found.values():
-        files.sort()
+    found = _by_prefix(probe)
     if _PREFIX in found and probe.inside(found[_PREFIX][-1].name).kind != "special":
         return found[_PREFIX]
     others = [files for _, files in sorted(found.items()) if is_msgpack_map(probe.inside(files[-1].name))]
@@ -71,3 +64,23 @@ def newest_file(probe: PathProbe) -> StepFile | None:
             path=probe.path,
         )
     return files[-1] if files else None
+
+
+def has_step_files(probe: PathProbe, found: Subdirectories) -> bool:
+    """Reports whether a directory that has steps in its subdirectories has files of Flax's steps, too."""
+    newest = (files[-1].name for files in _by_prefix(probe, found).values())
+    return any(is_msgpack_map(probe.inside(name)) for name in newest)
+
+
+def _by_prefix(probe: PathProbe, found: Subdirectories | None = None) -> dict[str, list[StepFile]]:
+    """Lists the files whose names end with numbers, oldest first."""
+    names = probe.names if found is None else probe.names.difference(found.inside, found.outside)
+    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    directories = set(subdirectories(probe.path).inside) if matches and found is None else set()
+    files: dict[str, list[StepFile]] = {}
+    for match in matches:
+        if match[0] not in directories:
+            files.setdefault(match["prefix"], []).append(StepFile(Decimal(match["number"]), match[0]))
+    for same in files.values():
+        same.sort()
+    return files

@@ -52,14 +52,15 @@ from orbax_t5x.readers.orbax.steps import (
     STEP_METADATA_FILE,
     are_checkpoints,
     deleted_item,
-    finished_steps,
     is_item,
     is_step_directory,
+    is_t5x_step,
     is_temporary,
     item_names,
     items_in,
     lost_items,
     newest_directory,
+    newest_first,
     step_of_name,
 )
 from orbax_t5x.readers.string_leaf import StringLeaf
@@ -87,12 +88,13 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
     if is_item(directory) or is_file(directory, MANIFEST_FILE) or _is_early_item(directory):
         return _open_single_item(directory, limits, item)
     if not is_step_directory(directory):
-        steps = finished_steps(directory)
-        if not steps:
+        steps = (step for step in newest_first(directory) if not is_t5x_step(os.path.join(directory, step.name)))
+        newest = newest_directory(directory, steps)
+        if newest is None:
             raise CheckpointNotFoundError(
                 "neither an Orbax item, nor a step, nor a root with a finished step", path=directory
             )
-        directory = newest_directory(directory, steps)
+        directory = newest
         if is_item(directory):
             return _open_single_item(directory, limits, item)
     return _open_step(files_at(directory), limits, item)

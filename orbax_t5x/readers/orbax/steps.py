@@ -14,10 +14,11 @@ every chunk. A bucket cannot rename, so a step in one is finished when it has th
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -27,7 +28,7 @@ from orbax_t5x.errors import (
     Fix,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.readers.detect.probe import PathProbe, is_bundle_state, is_file, subdirectories
+from orbax_t5x.readers.detect.probe import PathProbe, Subdirectories, is_bundle_state, is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import is_name
@@ -51,9 +52,6 @@ _TREE_HANDLERS = frozenset({"PyTreeCheckpointHandler", "PyTreeHandler", "Standar
 _STEP_NAME = re.compile(r"(?:.+_)?(?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
 # What Orbax appends to the names of directories that it has not finished.
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
-
-
-_StepT = TypeVar("_StepT")
 
 
 class Step(NamedTuple):
@@ -128,7 +126,7 @@ def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[st
     )
 
 
-def is_step_directory(directory: str) -> bool:
+def is_step_directory(directory: str, found: Subdirectories | None = None) -> bool:
     """Reports whether a directory is one step, by Orbax's marker or by its items.
 
     Without the marker (early Orbax), a directory with finished steps in it is a root, whatever else is in it. Where
@@ -137,17 +135,20 @@ def is_step_directory(directory: str) -> bool:
     """
     if is_file(directory, STEP_METADATA_FILE):
         return True
-    if not files_at(directory).may_hold_steps():
+    if not files_at(directory).can_list:
+        return False
+    own_name = os.path.basename(directory)
+    steps = newest_first(directory, found)
+    if step_of_name(own_name) is None and next(steps, None) is not None:
         return False
     items = item_names(directory)
-    own_name = os.path.basename(directory)
 
     def is_own_item(name: str) -> bool:
-        if name not in items or step_of_name(own_name) is None:
-            return False
-        return own_name.isdecimal() or not is_file(os.path.join(directory, name), STEP_METADATA_FILE)
+        return name in items and (
+            own_name.isdecimal() or not is_file(os.path.join(directory, name), STEP_METADATA_FILE)
+        )
 
-    return bool(items) and all(is_own_item(step.name) for step in finished_steps(directory))
+    return bool(items) and all(is_own_item(step.name) for step in steps)
 
 
 def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
@@ -233,58 +234,77 @@ def _is_remote_step(directory: str) -> bool:
     return committed and (is_item(directory) or bool(item_names(directory)))
 
 
-def finished_steps(root: str) -> list[Step]:
-    """Lists the finished steps of a root, oldest first.
+def newest_first(root: str, found: Subdirectories | None = None) -> Iterator[Step]:
+    """Yields the finished steps of a root, newest first; an older step costs nothing until it is asked for.
 
-    A link that leads out of the root and has the name of a step is one, unseen: opening it raises an error, instead
+    A link that leads out of the root and has the name of a step is yielded unseen: opening it raises an error, instead
     of an older step being opened for it.
+
+    A step in place of a rename (where a file system has none, or by Orbax's option) looks finished before it is. Orbax
+    wrote the mark from some version on whichever way it takes, so the mark is required only after a step with it, and
+    never of T5X's own steps, which have no metadata of Orbax.
+
+    Args:
+      root: directory or URL.
+      found: its subdirectories, if they are known.
     """
-    inside, outside = subdirectories(root)
-    steps = sorted(step for step in _steps_named(inside) if is_step(os.path.join(root, step.name)))
+    inside, outside = subdirectories(root) if found is None else found
+    links = set(steps_named(outside))
+    newest = sorted([*steps_named(inside), *links], reverse=True)
+    marks = (index for index, step in enumerate(newest) if step not in links and _is_marked_step(root, step))
+    mark = -1  # of the marked steps, the newest that is older than the one at hand
+    for index, step in enumerate(newest):
+        directory = os.path.join(root, step.name)
+        if step in links:
+            yield step
+        elif is_step(directory):
+            if not has_commit_file(directory) and _was_begun_by_orbax(directory):
+                while mark <= index:
+                    mark = next(marks, len(newest))
+                if mark < len(newest):
+                    continue
+            yield step
 
-    def is_marked(step: Step) -> bool:
-        return has_commit_file(os.path.join(root, step.name))
 
-    def is_orbax(step: Step) -> bool:
-        return _was_begun_by_orbax(os.path.join(root, step.name))
-
-    return sorted([*committed(steps, is_marked, is_orbax), *_steps_named(outside)])
+def _is_marked_step(root: str, step: Step) -> bool:
+    directory = os.path.join(root, step.name)
+    return has_commit_file(directory) and is_step(directory)
 
 
-def _steps_named(names: list[str]) -> list[Step]:
+def finished_steps(root: str) -> list[Step]:
+    """Lists the finished steps of a root, oldest first; see `newest_first`."""
+    return list(newest_first(root))[::-1]
+
+
+def steps_named(names: Iterable[str]) -> list[Step]:
+    """Returns the steps that directories of these names may be."""
     return [Step(step, name) for name in names if (step := step_of_name(name)) is not None]
 
 
-def committed(
-    steps: Iterable[_StepT], is_marked: Callable[[_StepT], bool], is_orbax: Callable[[_StepT], bool]
-) -> list[_StepT]:
-    """Returns the steps that are finished according to the file that Orbax writes last.
+def is_t5x_step(directory: str) -> bool:
+    """Reports whether a finished step looks like T5X's own: a file of its name, and no metadata of Orbax."""
+    return is_file(directory, MSGPACK_FILE) and not is_item(directory) and not is_file(directory, STEP_METADATA_FILE)
 
-    A step in place of a rename (where a file system has none, or by Orbax's option) looks finished before it is. Orbax
-    wrote the mark from some version on whichever way it takes, so it is required only in steps after one that has it.
 
-    Args:
-      steps: oldest first.
-      is_marked: whether a step has the commit file.
-      is_orbax: whether it has Orbax's metadata of a step, which is written first. T5X's own steps have neither.
+def newest_directory(root: str, steps: Iterator[Step], found: Subdirectories | None = None) -> str | None:
+    """Returns the directory of the first of some finished steps, which are given newest first.
+
+    Raises:
+      UnsupportedCheckpointError: two directories are that step.
+      UnsafeCheckpointError: it is a link out of the root.
     """
-    finished: list[_StepT] = []
-    expected = False
-    for step in steps:
-        marked = is_marked(step)
-        expected = expected or marked
-        if marked or not expected or not is_orbax(step):
-            finished.append(step)
-    return finished
-
-
-def newest_directory(root: str, steps: list[Step]) -> str:
-    """Returns the directory of the last of some finished steps; one that two have, or a link out, is an error."""
-    same = [step.name for step in steps if step.step == steps[-1].step]
-    if len(same) > 1:
-        raise UnsupportedCheckpointError(
-            f"the directories {', '.join(map(repr, same))} are all step {steps[-1].step}; "
-            "open one of them by its own path",
-            path=root,
-        )
-    return files_at(root).locate(steps[-1].name)
+    newest = next(steps, None)
+    if newest is None:
+        return None
+    inside, outside = subdirectories(root) if found is None else found
+    ending = str(newest.step)
+    same_ending = [name for name in (*inside, *outside) if name.endswith(ending)]
+    if sum(step.step == newest.step for step in steps_named(same_ending)) > 1:
+        others = itertools.takewhile(lambda step: step.step == newest.step, steps)
+        if same := sorted(step.name for step in others):
+            raise UnsupportedCheckpointError(
+                f"the directories {', '.join(map(repr, sorted([newest.name, *same])))} are all step {newest.step}; "
+                "open one of them by its own path",
+                path=root,
+            )
+    return files_at(root).locate(newest.name)

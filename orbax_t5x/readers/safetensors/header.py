@@ -24,11 +24,11 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.readers.safetensors.format import LENGTH_BYTES
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.strict_json import parse_object
 
+LENGTH_BYTES = 8
 # The format's own bound on headers; its reference reader refuses larger ones.
 _MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"

@@ -17,12 +17,15 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer, trainer_step
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.readers.safetensors.format import INDEX_FILE, INDEX_SUFFIX, LENGTH_BYTES, SINGLE_FILE, SUFFIX
-from orbax_t5x.readers.safetensors.header import header_size, parse_header, require_end
+from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header, require_end
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.locations import files_at, open_directory_of
 from orbax_t5x.storage.store import Files, StoredFile
 
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 # One of the files of a model: its number and how many there are.
 _SHARD = re.compile(r"(.*)-[0-9]{5,}-of-([0-9]{5,})\.safetensors", re.ASCII | re.DOTALL)
 

@@ -21,7 +21,7 @@ from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.open_flag import OpenFlag, close_all
 from orbax_t5x.readers.orbax.aggregate import is_early_item
 from orbax_t5x.readers.orbax.open import open_orbax
-from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, finished_steps, newest_directory, step_of_name
+from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, newest_directory, newest_first, step_of_name
 from orbax_t5x.readers.t5x.arrays import ZarrArrays
 from orbax_t5x.readers.t5x.specs import is_spec
 from orbax_t5x.storage.limits import Limits
@@ -41,12 +41,13 @@ def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
         step = step_of_name(os.path.basename(os.path.dirname(path)) if own == MSGPACK_FILE else own)
         return _open(path, root, name, step, limits)
     if not given.exists(MSGPACK_FILE):
-        steps = [step for step in finished_steps(path) if given.exists(f"{step.name}/{MSGPACK_FILE}")]
-        if not steps:
+        steps = (step for step in newest_first(path) if given.exists(f"{step.name}/{MSGPACK_FILE}"))
+        newest = newest_directory(path, steps)
+        if newest is None:
             raise CheckpointNotFoundError(
                 f"neither a T5X step with a file {MSGPACK_FILE!r} nor a root with such steps", path=path
             )
-        path = newest_directory(path, steps)
+        path = newest
     return _open(path, files_at(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
 
 

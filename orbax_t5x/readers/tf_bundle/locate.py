@@ -26,6 +26,8 @@ from orbax_t5x.storage.store import Files
 _LOG = logging.getLogger(__name__)
 
 _STATE_FILE = "checkpoint"
+# T5X keeps the iterator of each host's training data in a step.
+_ITERATOR = re.compile(r"train_ds-[0-9]+-of-[0-9]+\.index", re.ASCII)
 # It lists the prefixes of all kept checkpoints; a few kilobytes.
 _STATE_BYTES = 1 << 20
 # No class of it matches newlines but the quoted text's own end: `\s*` here would make many blank lines quadratic.
@@ -115,7 +117,8 @@ def _in_directory(path: str) -> BundleLocation:
     state = _state(root, _STATE_FILE) if root.exists(_STATE_FILE) else None
     if state is not None:
         return _named_location(root, *state)
-    bundles = sorted(name for name in root.names() if name.endswith(".index"))
+    names = (name for name in root.names() if name.endswith(".index"))
+    bundles = sorted(name for name in names if not _ITERATOR.fullmatch(name))
     if len(bundles) == 1:
         return BundleLocation(root, bundles[0].removesuffix(".index"))
     found = f"{len(bundles)} bundles ({', '.join(bundles[:8])}): name one" if bundles else "nothing that ends in .index"

@@ -112,9 +112,6 @@ class RemoteFiles(Files):
         names = self.connection.names_below(self._key)
         return Subdirectories(sorted({name.partition("/")[0] for name in names if "/" in name}), [])
 
-    def may_hold_steps(self) -> bool:
-        return self.can_list and not self._known_names()
-
     # -- names below
 
     def join(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""A directory belongs to the format that owns it, whatever files of other formats lie beside its own."""
+"""Two checkpoints in one directory: the stronger one is opened, and of two equal ones the error names both."""
 
 import json
 import shutil
@@ -10,13 +10,14 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
+from orbax_t5x.errors import UnsupportedCheckpointError
 from tests.support.bundle_writer import bundle_of
 from tests.support.gguf_files import write_gguf
 from tests.support.t5x_steps import GOOD, array, save
 from tests.support.torch_files import save_torch
 
 OTHER = {"other": np.zeros(3, np.float32)}
-_MSGPACK = b"\x81\xa5other\x93\x01\x02\x03"
+_MSGPACK = b"\x81\xa5other\x07"
 
 
 def _orbax_item(path: Path) -> None:
@@ -88,21 +89,23 @@ def _hub_torch(directory: Path) -> None:
     save_torch(directory / "pytorch_model.bin", {"good": GOOD})
 
 
-# A directory of each format: its writer, the format that owns it and its newest step.
+# How strongly files own a directory: by a mark, by a file that may lie anywhere, by files of steps, by subfolders.
+MARK, LOOSE, STEPS, FOLDERS, NOTHING = range(5)
+# A directory of each format: its writer, the format that owns it, how strongly, and its newest step.
 OWNERS = {
-    "a T5X step": (_t5x_step, "t5x", None),
-    "a T5X root": (_t5x_root, "t5x", 3),
-    "an Orbax item": (_orbax_item, "orbax", None),
-    "an Orbax step without metadata": (_orbax_step, "orbax", None),
-    "an Orbax root": (_orbax_root, "orbax", 3),
-    "a TensorFlow directory": (_bundle, "tf_bundle", None),
-    "a model of safetensors": (_hub_safetensors, "safetensors", None),
-    "safetensors of another name": (_named_safetensors, "safetensors", None),
-    "a model in msgpack": (_hub_flax, "flax_msgpack", None),
-    "a model of PyTorch": (_hub_torch, "torch", None),
-    "a model in several msgpack files": (_hub_flax_index, "flax_msgpack", None),
-    "a Flax root": (_flax_root, "flax_msgpack", 20),
-    "a GGUF file": (_gguf, "gguf", None),
+    "a T5X step": (_t5x_step, "t5x", MARK, None),
+    "a T5X root": (_t5x_root, "t5x", STEPS, 3),
+    "an Orbax item": (_orbax_item, "orbax", MARK, None),
+    "an Orbax step without metadata": (_orbax_step, "orbax", FOLDERS, None),
+    "an Orbax root": (_orbax_root, "orbax", STEPS, 3),
+    "a TensorFlow directory": (_bundle, "tf_bundle", MARK, None),
+    "a model of safetensors": (_hub_safetensors, "safetensors", LOOSE, None),
+    "safetensors of another name": (_named_safetensors, "safetensors", LOOSE, None),
+    "a model in msgpack": (_hub_flax, "flax_msgpack", LOOSE, None),
+    "a model of PyTorch": (_hub_torch, "torch", LOOSE, None),
+    "a model in several msgpack files": (_hub_flax_index, "flax_msgpack", LOOSE, None),
+    "a Flax root": (_flax_root, "flax_msgpack", STEPS, 20),
+    "a GGUF file": (_gguf, "gguf", LOOSE, None),
 }
 
 
@@ -110,27 +113,39 @@ def _beside_bundle(prefix: str):
     return lambda directory: bundle_of(OTHER).write(directory, prefix)
 
 
-# Files of a format that mark no directory as the format's own.
+def _safetensors_index(directory: Path) -> None:
+    safetensors.numpy.save_file(OTHER, directory / "a-00001-of-00001.safetensors")
+    index = {"weight_map": {"other": "a-00001-of-00001.safetensors"}}
+    (directory / "a.safetensors.index.json").write_text(json.dumps(index))
+
+
+# What lies beside: its writer, its format, and how strongly it owns the directory.
 NEIGHBOURS = {
-    "the iterator of a dataset": _beside_bundle("train_ds-000-of-001"),
-    "a bundle": _beside_bundle("model.ckpt-9"),
-    "safetensors": lambda directory: safetensors.numpy.save_file(OTHER, directory / "adapter.safetensors"),
-    "the index of safetensors": lambda directory: (directory / "a.safetensors.index.json").write_text("{}"),
-    "msgpack": lambda directory: (directory / "checkpoint_9").write_bytes(_MSGPACK),
-    "npz": lambda directory: np.savez(directory / "other.npz", other=OTHER["other"]),
-    "PyTorch": lambda directory: (directory / "pytorch_model.bin").write_bytes(b"PK\x03\x04"),
-    "GGUF": lambda directory: (directory / "model.gguf").write_bytes(b"GGUF"),
-    "the directory of a bundle": lambda directory: _bundle(_made(directory / "eval_9")),
+    "the iterator of a dataset": (_beside_bundle("train_ds-000-of-001"), "", NOTHING),
+    "a bundle": (_beside_bundle("model.ckpt-9"), "tf_bundle", MARK),
+    "safetensors": (
+        lambda directory: safetensors.numpy.save_file(OTHER, directory / "other.safetensors"),
+        "safetensors",
+        LOOSE,
+    ),
+    "the index of safetensors": (_safetensors_index, "safetensors", LOOSE),
+    "msgpack": (lambda directory: (directory / "checkpoint_9").write_bytes(_MSGPACK), "flax_msgpack", STEPS),
+    "npz": (lambda directory: np.savez(directory / "other.npz", other=OTHER["other"]), "", NOTHING),
+    "PyTorch": (lambda directory: save_torch(directory / "pytorch_model.bin", OTHER), "torch", LOOSE),
+    "GGUF": (lambda directory: write_gguf(directory / "model.gguf", OTHER), "gguf", LOOSE),
+    "the directory of a bundle": (lambda directory: _bundle(_made(directory / "eval_9")), "", NOTHING),
+    "a model of safetensors": (
+        lambda directory: safetensors.numpy.save_file(OTHER, directory / "model.safetensors"),
+        "safetensors",
+        LOOSE,
+    ),
+    "a model in msgpack": (
+        lambda directory: (directory / "flax_model.msgpack").write_bytes(_MSGPACK),
+        "flax_msgpack",
+        LOOSE,
+    ),
 }
-# Files by which a directory becomes a format's own, except where a stronger owner is.
-MARKED_NEIGHBOURS = {
-    "a model of safetensors": lambda directory: safetensors.numpy.save_file(OTHER, directory / "model.safetensors"),
-    "a model in msgpack": lambda directory: (directory / "flax_model.msgpack").write_bytes(_MSGPACK),
-}
-_WEAK = (
-    *("a model of safetensors", "safetensors of another name", "a model in msgpack"),
-    *("a model in several msgpack files", "a Flax root", "a GGUF file", "a model of PyTorch"),
-)
+_FIRST_ENCODING = "a model of safetensors"
 
 
 def _made(directory: Path) -> Path:
@@ -142,43 +157,38 @@ def _made(directory: Path) -> Path:
 def owned(tmp_path_factory):
     """Directories of all kinds, copied before something is laid beside them."""
     directory = tmp_path_factory.mktemp("owners")
-    for number, (write, _, _) in enumerate(OWNERS.values()):
+    for number, (write, *_) in enumerate(OWNERS.values()):
         write(directory / f"owner{number}")
     return {name: directory / f"owner{number}" for number, name in enumerate(OWNERS)}
 
 
-CASES = [(owner, neighbour) for owner in OWNERS for neighbour in NEIGHBOURS] + [
-    (owner, neighbour) for owner in OWNERS if owner not in _WEAK for neighbour in MARKED_NEIGHBOURS
-]
-_NO_CHECKPOINTS = ("the iterator of a dataset", "npz", "the directory of a bundle")
-# All files of one format under their usual names, with another format's: two readings, and no owner.
-AMBIGUOUS = {
-    ("safetensors of another name", "safetensors"),
-    ("safetensors of another name", "the index of safetensors"),
-    ("a model of PyTorch", "safetensors"),
-    ("a model of PyTorch", "the index of safetensors"),
-    ("a model of PyTorch", "PyTorch"),
-    ("a Flax root", "PyTorch"),
-    ("a Flax root", "safetensors"),
-    ("a Flax root", "the index of safetensors"),
-    ("a Flax root", "a bundle"),
-    *(("a GGUF file", neighbour) for neighbour in NEIGHBOURS if neighbour not in _NO_CHECKPOINTS),
-}
+CASES = [(owner, other) for owner in OWNERS for other in NEIGHBOURS if OWNERS[owner][1] != NEIGHBOURS[other][1]]
 
 
-@pytest.mark.parametrize(("owner", "neighbour"), [case for case in CASES if case not in AMBIGUOUS])
-def test_files_of_other_formats_never_decide(owner, neighbour, owned, tmp_path):
-    _, format, step = OWNERS[owner]
+@pytest.mark.parametrize(("owner", "neighbour"), CASES)
+def test_the_stronger_owner_is_opened(owner, neighbour, owned, tmp_path):
+    _, format, strength, step = OWNERS[owner]
+    write, other_format, other_strength = NEIGHBOURS[neighbour]
     path = tmp_path / "here"
     shutil.copytree(owned[owner], path)
-    (NEIGHBOURS | MARKED_NEIGHBOURS)[neighbour](path)
+    write(path)
+    if strength == other_strength and _FIRST_ENCODING not in (owner, neighbour):
+        with pytest.raises(UnsupportedCheckpointError, match=r"two formats own this path.*\nFix: .*format=") as caught:
+            ot.open_checkpoint(path)
+        assert format in str(caught.value) and other_format in str(caught.value)
+        for name, leaf in ((format, "good"), (other_format, "other")):
+            with ot.open_checkpoint(path, format=name) as checkpoint:
+                assert checkpoint.format == name and leaf in checkpoint.leaves
+        return
+    is_owner = strength < other_strength or (strength == other_strength and owner == _FIRST_ENCODING)
     with ot.open_checkpoint(path) as checkpoint:
-        assert checkpoint.format == format
-        assert "good" in checkpoint.leaves
-        assert not any("other" in name for name in checkpoint.leaves)
-        assert step is None or checkpoint.step == step
-    assert ot.latest_step(path) == step
-    shape, dtype = ((), np.int64) if OWNERS[owner][1] == "flax_msgpack" else (GOOD.shape, GOOD.dtype)
+        assert checkpoint.format == (format if is_owner else other_format)
+        assert ("good" in checkpoint.leaves, "other" in checkpoint.leaves) == (is_owner, not is_owner)
+    if not is_owner:
+        return
+    assert step is None or checkpoint.step == step
+    assert step is None or ot.latest_step(path) == step
+    shape, dtype = ((), np.int64) if format == "flax_msgpack" else (GOOD.shape, GOOD.dtype)
     restored = ot.restore(path, {"good": np.zeros(shape, dtype)}, strict=False)
     np.testing.assert_array_equal(restored["good"], 7 if shape == () else GOOD)
 

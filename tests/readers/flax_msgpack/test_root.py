@@ -84,13 +84,16 @@ def test_files_being_written_are_no_steps(tmp_path):
     assert newest(tmp_path) == (3, 3, 3)
 
 
-def test_the_owner_decides_where_orbax_wrote_beside(tmp_path):
+def test_steps_of_orbax_beside_it_are_another_format(tmp_path):
     """Flax's function writes Orbax's directories by default, of the same names."""
     save(tmp_path, 9)
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint_4", {"w": np.full(3, 4)})
-    with ot.open_checkpoint(tmp_path) as checkpoint:
-        assert (checkpoint.format, checkpoint.step) == ("orbax", 4)
+    with pytest.raises(UnsupportedCheckpointError, match=r"orbax by 'checkpoint_4', and flax_msgpack .*\n.*format="):
+        ot.open_checkpoint(tmp_path)
+    for format, step in (("orbax", 4), ("flax_msgpack", 9)):
+        with ot.open_checkpoint(tmp_path, format=format) as checkpoint:
+            assert (checkpoint.format, checkpoint.step) == (format, step)
     assert ot.latest_step(tmp_path) == 4
 
 

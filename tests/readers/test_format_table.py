@@ -1,0 +1,141 @@
+"""The table of formats: own rows load nothing until they are used, and formats of others are seen everywhere."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.readers import format_table
+from orbax_t5x.readers.format_table import FORMATS, all_formats
+from orbax_t5x.testing.array_leaf import ArrayLeaf
+
+
+def open_text(path, *, limits):
+    """Opens a file of numbers as text."""
+    leaf = ArrayLeaf(np.loadtxt(path, dtype=np.float32), "w")
+    return ot.Checkpoint(path=path, format="text", step=None, leaves={"w": leaf})
+
+
+TEXT = ot.Format("text", open_text, files=[ot.Mark("*.numbers"), ot.Mark(head=b"# numbers")], sought="numbers as text")
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    path = tmp_path / "model.numbers"
+    np.savetxt(path, np.arange(3))
+    return path
+
+
+def test_a_registered_format_is_seen_until_it_is_unregistered(numbers):
+    with pytest.raises(UnsupportedCheckpointError, match="not a checkpoint of a known format"):
+        ot.open_checkpoint(numbers)
+    with ot.register_format(TEXT):
+        assert FORMATS.names()[-1] == "text"
+        for format in (None, "text"):
+            with ot.open_checkpoint(numbers, format=format) as checkpoint:
+                assert checkpoint.format == "text"
+        np.testing.assert_array_equal(ot.restore(numbers, None)["w"], np.arange(3))
+        np.testing.assert_array_equal(ot.restore(ot.Source(numbers, format="text"), None)["w"], np.arange(3))
+        with pytest.raises(ValueError, match="'gguf', 'text'"):
+            ot.open_checkpoint(numbers, format="numbers")
+        with pytest.raises(CheckpointNotFoundError, match="a GGUF file; numbers as text; a root"):
+            ot.open_checkpoint(numbers.parent)
+        with pytest.raises(UnsupportedCheckpointError, match="a text has no items"):
+            ot.open_checkpoint(numbers, item="state")
+    with pytest.raises(ValueError, match="format='text' is none of"):
+        ot.open_checkpoint(numbers, format="text")
+
+
+def test_two_registered_formats_of_one_file(numbers):
+    other = ot.Format("other", open_text, files=[ot.Mark("*.numbers")])
+    with (
+        ot.register_format(TEXT),
+        ot.register_format(other),
+        pytest.raises(UnsupportedCheckpointError, match=r"(?s)text by its name .*other by its name .*format='other'"),
+    ):
+        ot.open_checkpoint(numbers)
+
+
+def test_a_name_is_given_once():
+    registered = ot.register_format(TEXT)
+    try:
+        for format in (TEXT, ot.Format("orbax", open_text)):
+            with pytest.raises(ValueError, match="is registered already"):
+                ot.register_format(format)
+    finally:
+        registered.unregister()
+    registered.unregister()
+    with pytest.raises(TypeError, match=r"an orbax_t5x\.Format, not a function"):
+        ot.register_format(open_text)
+
+
+def run_python(code: str, *arguments: object, path: Path | None = None) -> str:
+    before = "" if path is None else f"import sys; sys.path.insert(0, {str(path)!r})\n"
+    command = [sys.executable, "-c", before + textwrap.dedent(code), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_detection_loads_the_readers_that_it_needs(tmp_path):
+    safetensors.numpy.save_file({"w": np.arange(3)}, tmp_path / "model.safetensors")
+    code = """
+        import sys, orbax_t5x as ot
+        for path in sys.argv[1:]:
+            ot.open_checkpoint(path).close()
+        print(sorted(name for name in sys.modules if name.startswith("orbax_t5x.extras.")))
+    """
+    assert run_python(code, tmp_path, tmp_path / "model.safetensors") == "[]"
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """A package with an entry point, as pip installs it."""
+    (tmp_path / "numbers_reader.py").write_text(
+        textwrap.dedent("""
+            import numpy as np
+            import orbax_t5x as ot
+
+            def open_text(path, *, limits):
+                return ot.Checkpoint(path=path, format="text", step=None, leaves={})
+
+            FORMAT = ot.Format("text", open_text, files=[ot.Mark("*.numbers")])
+        """)
+    )
+    info = tmp_path / "numbers_reader-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: numbers-reader\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[orbax_t5x.formats]\ntext = numbers_reader:FORMAT\nlost = numbers_reader:NOTHING\norbax = numbers_reader:X\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_format_of_an_installed_package(installed, numbers):
+    """A broken row is left out with a warning; the package's own names win; the command line sees the format, too."""
+    code = """
+        import sys, warnings, orbax_t5x as ot
+        from orbax_t5x.cli.main import main
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            print(ot.open_checkpoint(sys.argv[1]).format, ot.open_checkpoint(sys.argv[1], format="text").format)
+        print([str(one.message).partition(":")[0] for one in caught])
+        print(main(["inspect", sys.argv[1]]))
+    """
+    lines = run_python(code, numbers, path=installed).splitlines()
+    assert lines[:2] == ["text text", "[\"the format 'lost' of an installed package is left out\"]"]
+    assert "text" in lines[3] and lines[-1] == "0"  # the path fills a line
+
+
+def test_every_own_row_has_the_name_of_its_entry():
+    assert [row.name for row in all_formats()] == list(FORMATS.names())
+    for row in all_formats():
+        assert getattr(format_table, row.name.upper()) is row and row.sought
