@@ -94,6 +94,8 @@ def split_url(url: str) -> StoreUrl:
     where, _, rest = url.partition("://")[2].partition("/")
     if not where:
         raise UnsupportedCheckpointError("the URL names no server or bucket", path=url)
+    if not where.isprintable() or " " in where:
+        raise UnsupportedCheckpointError("blanks and control characters in the name of a host are refused", path=url)
     if "@" in where:
         raise UnsupportedCheckpointError("names and passwords in URLs are not used", path=url)
     key = rest.strip("/")

@@ -47,6 +47,7 @@ class WebRequest:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._failure: PassingError | None = None
         self._future = None if is_awaited else _request_pool().submit(self._run)
 
     def _run(self) -> Response | None:
@@ -55,18 +56,34 @@ class WebRequest:
             try:
                 return self._attempt(self)
             except PassingError as error:
-                failures += not error.at_once
-                if self._clock.seconds_left(self._begun) <= 0:
+                failures += 1
+                if error.is_silence and self._clock.seconds_left(self._begun) <= 0:
                     raise TimeoutError from error
                 if failures > self._retries or self._stopped.is_set():
                     raise ValueError(f"UNAVAILABLE: {error}") from error
-                if not error.at_once:
+                self._failure = None if error.is_silence else error
+                # A server may have closed a connection that was idle just when it was used again.
+                if failures > 1:
                     self._stopped.wait(min(delay * random.uniform(0.5, 1.0), self._clock.seconds_left(self._begun)))
                     delay = min(2 * delay, LONGEST_DELAY_SECS)
+                self._end_late()
+
+    def _end_late(self) -> None:
+        """Raises the failure of the last attempt where there is no time for another."""
+        if self._failure is not None and self._clock.seconds_left(self._begun) <= 0:
+            limit = f"{self._clock.timeout:g} s (Limits.io_timeout_secs)"
+            raise ValueError(f"UNAVAILABLE: {self._failure}; tried for {limit}") from self._failure
 
     def result(self, timeout: float | None = None) -> Response | None:
         """Implements `PendingResponse.result`; one that the caller sends is ended by the clock."""
-        return self._run() if self._future is None else self._future.result(timeout)
+        if self._future is None:
+            return self._run()
+        try:
+            return self._future.result(timeout)
+        except TimeoutError:
+            if not self._future.done():
+                self._end_late()
+            raise
 
     def done(self) -> bool:
         """Implements `PendingResponse.done`."""
@@ -93,15 +110,15 @@ class WebRequest:
             raise OSError("given up")
         return self._clock.seconds_left(self._begun)
 
-    def connect(self, connect: Callable[[], socket.socket]) -> socket.socket:
+    def connect(self, connect: Callable[[], None], close: Callable[[], None]) -> None:
         """Connects. The search for a name has no time limit: a thread that waits leaves it to another."""
         if not self._is_awaited:
             return connect()
         connecting = _request_pool().submit(connect)
         try:
-            return connecting.result(max(0, self.seconds_left()))
+            connecting.result(max(0, self.seconds_left()))
         except BaseException:
-            connecting.add_done_callback(_close_late)
+            connecting.add_done_callback(lambda _: close())
             raise
 
     def hold(self, used: socket.socket) -> None:
@@ -134,8 +151,3 @@ def _shut_down(used: socket.socket) -> None:
     """Ends a connection under the thread that reads it."""
     with contextlib.suppress(OSError):
         used.shutdown(socket.SHUT_RDWR)
-
-
-def _close_late(connecting: concurrent.futures.Future[socket.socket]) -> None:
-    if connecting.exception() is None:
-        connecting.result().close()

@@ -1,32 +1,29 @@
 """One web server: reads of byte ranges that never hold more than was asked for.
 
 TensorStore keeps all that a server sends, however much it is, and goes on after it was cancelled. So http and https are
-read by a client of our own over the standard library's sockets: every request names its last byte, a response is
-compared with the request before its body is read (`web_response`), the body is read up to that byte, and a connection
-that sent anything else is closed. Requests run in threads, and their connections are used again.
+read by urllib3: every request names its last byte, a response is compared with the request before its body is read, the
+body is read up to that byte, and a connection that sent anything else is closed. Requests run in threads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import http.client
 import os
-import select
 import socket
 import ssl
-import struct
 import threading
 import urllib.parse
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import urllib3
+
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.storage.remote.web_answer import read_answer
+from orbax_t5x.storage.remote.web_answer import range_header, read_answer
+from orbax_t5x.storage.remote.web_pool import EXCHANGE, Exchange, find_route
 from orbax_t5x.storage.remote.web_request import WebRequest
 from orbax_t5x.storage.remote.web_response import PassingError, WebResponse
-from orbax_t5x.storage.remote.web_route import find_route
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.values import BoundedRange
 
@@ -34,8 +31,12 @@ _Result = TypeVar("_Result")
 
 # Characters of a key that stand in a URL as they are.
 PLAIN_CHARACTERS = "/-._~!$&'()*+,;=:@"
-# Closing a connection ends it at once, whatever the server still sends.
-_RESET = struct.pack("ii", 1, 0)
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "orbax-t5x"}
+# Of connections that broke, while other failures of TLS mean that there is no understanding.
+_BROKEN_TLS = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+_TEXT_LENGTH = 200
+# A response that is cut is asked for again as well, which urllib3 leaves to its callers (`WebRequest`).
+_NO_RETRIES = urllib3.Retry(False, redirect=False)
 
 
 class WebServer:
@@ -51,15 +52,13 @@ class WebServer:
           clock: ends requests.
 
         Raises:
-          ValueError: the URL names no server.
+          ValueError: the URL names no server, or its proxy cannot be asked.
         """
         self._clock = clock
-        self._route = find_route(base, clock.timeout)
-        self._idle: list[socket.socket] = []
+        self._route = find_route(base)
+        self._pool: urllib3.HTTPConnectionPool | None = None
         self._process = os.getpid()
-        self._closings = 0
         self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._idle)
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> WebRequest:
         """Implements `Transport.read`."""
@@ -91,68 +90,67 @@ class WebServer:
           ValueError: none will.
           CheckpointError: what `judge` raised.
         """
-        closings = self._closings
-        connection = self._take()
-        was_used, response = connection is not None, None
+        ranges = {} if wanted.is_empty else {"Range": range_header(wanted)}
+        response = None
+        token = EXCHANGE.set(Exchange(request, wanted.size))
         try:
-            connection = connection or request.connect(self._route.connect)
-            request.hold(connection)
-            connection.sendall(self._route.request(target, wanted, headers or {}))
-            response = WebResponse(connection, request.seconds_left, wanted)
+            if (seconds := request.seconds_left()) <= 0:
+                raise TimeoutError("the server is silent")
+            received = self._connections().urlopen(
+                "HEAD" if wanted.is_empty else "GET",
+                f"{self._route.root}/{target}",
+                headers={**_HEADERS, **ranges, **(headers or {})},
+                retries=_NO_RETRIES,
+                redirect=False,
+                assert_same_host=False,
+                timeout=seconds,
+                preload_content=False,
+                decode_content=False,
+            )
+            response = WebResponse(received)
             return judge(response, wanted)
-        except ssl.SSLCertVerificationError as error:
-            raise ValueError(f"UNKNOWN: {error}") from error
         except CheckpointError:  # some of which are errors of the operating system, too
             raise
-        except http.client.HTTPException as error:
-            raise ValueError(f"UNKNOWN: no HTTP: {error}") from error
-        except OSError as error:
-            # A server may close a connection that was idle just when it is used again.
-            at_once = was_used and response is None
-            raise PassingError(f"{type(error).__name__}: {error}", at_once=at_once) from error
+        except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
+            reason = _first_cause(error)
+            if isinstance(reason, CheckpointError):
+                raise reason from None
+            raise _plain_error(reason) from reason
         finally:
+            EXCHANGE.reset(token)
             request.release()
-            if connection is not None:
-                self._give(connection, closings, is_kept=response is not None and response.leaves_connection)
+            if response is not None:
+                response.close()
 
     def close_idle(self) -> None:
         """Closes the connections that no request uses, and those of requests under way once these have ended."""
         with self._lock:
-            self._closings += 1
-            _close_all(self._idle)
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
-    def _take(self) -> socket.socket | None:
-        """Returns a connection that was used before, if there is one."""
+    def _connections(self) -> urllib3.HTTPConnectionPool:
         with self._lock:
             if self._process != os.getpid():
-                self._process = os.getpid()
-                _close_all(self._idle)  # a forked child must not use those of its parent
-            while self._idle:
-                connection = self._idle.pop()
-                if not _has_input(connection):
-                    return connection
-                connection.close()  # the server closed it, or sent more than it announced
-        return None
-
-    def _give(self, connection: socket.socket, closings: int, *, is_kept: bool) -> None:
-        """Keeps the connection of an attempt, or closes it."""
-        if is_kept:
-            with self._lock:
-                if closings == self._closings:
-                    self._idle.append(connection)
-                    return
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        connection.close()
+                self._process, self._pool = os.getpid(), None  # a forked child must not use those of its parent
+            if self._pool is None:
+                self._pool = self._route.make_pool()
+            return self._pool
 
 
-def _has_input(used: socket.socket) -> bool:
-    """Reports whether a connection without a request has something to read: its end, or what nobody asked for."""
-    poll = select.poll()
-    poll.register(used, select.POLLIN)
-    return bool(poll.poll(0)) or (isinstance(used, ssl.SSLSocket) and used.pending() > 0)
+def _first_cause(error: BaseException) -> BaseException:
+    while inner := next((one for one in error.args if isinstance(one, BaseException)), error.__cause__):
+        error = inner
+    return error
 
 
-def _close_all(idle: list[socket.socket]) -> None:
-    while idle:
-        idle.pop().close()
+def _plain_error(reason: BaseException) -> Exception:
+    """Returns what a failure of a request or a response means: whether another attempt may succeed."""
+    text = f"{type(reason).__name__}: {reason}"[:_TEXT_LENGTH]
+    if isinstance(reason, ssl.SSLError) and not isinstance(reason, _BROKEN_TLS):
+        return ValueError(f"UNKNOWN: {text}")
+    if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME:
+        return ValueError(f"UNKNOWN: {text}")
+    if isinstance(reason, (OSError, http.client.IncompleteRead, urllib3.exceptions.PoolError)):
+        return PassingError(text, is_silence=isinstance(reason, TimeoutError))
+    return ValueError(f"UNKNOWN: no HTTP: {text}")

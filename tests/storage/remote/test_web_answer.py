@@ -4,9 +4,9 @@ import pytest
 
 from orbax_t5x.errors import CheckpointIOError, LimitExceededError
 from orbax_t5x.storage.remote.web_answer import content_range, range_header, read_answer
-from orbax_t5x.storage.remote.web_response import PassingError, WebResponse
+from orbax_t5x.storage.remote.web_response import PassingError
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange
-from tests.support.sent_bytes import SentBytes
+from tests.support.sent_bytes import response_of
 
 DATA = b"abcdefghij"
 RANGES = [
@@ -35,7 +35,7 @@ def answer(head, body=b"", wanted=RANGES[0]):
 
 def _outcome(data, wanted):
     try:
-        return read_answer(WebResponse(SentBytes(data, 2), lambda: 1.0, wanted), wanted)
+        return read_answer(response_of(data, wanted, 2), wanted)
     except Exception as error:
         return error
 
@@ -111,5 +111,5 @@ def test_refusals_begin_with_a_status():
 
 def test_the_size_of_the_file_is_known_from_a_range():
     data = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 2-4/10\r\n\r\n"
-    response = WebResponse(SentBytes(data), lambda: 1.0, RANGES[0])
+    response = response_of(data, RANGES[0])
     assert content_range(response, RANGES[0]) == (2, 5, 10)

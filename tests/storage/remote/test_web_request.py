@@ -1,9 +1,12 @@
 """Requests that end: by an answer, by the clock, or because another thread gives them up."""
 
 import threading
+import time
 
 import pytest
 
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.storage.remote.web_server import WebServer
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange
@@ -71,10 +74,36 @@ def test_a_caller_that_waits_sends_its_request_itself(store):
     assert (threads[0] is threading.current_thread(), threads[1] is threading.current_thread()) == (True, False)
 
 
-@pytest.mark.parametrize("fault", ["stall", "503", "reset"])
-def test_a_caller_that_waits_is_ended_by_the_clock(store, fault):
-    server = WebServer(store.url, ResponseClock(0.3))
+@pytest.mark.parametrize("is_awaited", [True, False])
+@pytest.mark.parametrize("fault", ["503", "reset"])
+def test_a_request_that_is_ended_by_the_clock_says_why(store, fault, is_awaited):
+    server = WebServer(store.url, clock := ResponseClock(0.3))
     store.fault = lambda request: fault
+    with pytest.raises(ValueError, match=r"^UNAVAILABLE: .*(503|Remote|reset).*; tried for 0\.3 s"):
+        server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=is_awaited).result(clock.timeout)
+
+
+def test_an_opening_says_why_a_server_was_not_read(store, monkeypatch):
+    """However short the time is that it has."""
+    with serving() as gone:
+        pass
+    secure = store.url.replace("http://", "https://")
+    limits, begun = ot.Limits(io_timeout_secs=0.5), time.monotonic()
+    for url, text in {gone.url: "Connection refused", secure: "SSL", "http://none.invalid": "gaierror"}.items():
+        with pytest.raises(CheckpointIOError, match=text):
+            ot.open_checkpoint(f"{url}/model", limits=limits)
+    monkeypatch.setenv("https_proxy", store.url)
+    with pytest.raises(CheckpointIOError, match="Tunnel connection failed: 501"):
+        ot.open_checkpoint("https://none.invalid/model", limits=limits)
+    store.fault = lambda request: "stall"
+    with pytest.raises(CheckpointIOError, match=r"no answer for 0\.5 s"):
+        ot.open_checkpoint(f"{store.url}/model", limits=limits)
+    assert time.monotonic() - begun < 60
+
+
+def test_a_silent_server_is_ended_by_the_clock(store):
+    server = WebServer(store.url, ResponseClock(0.3))
+    store.fault = lambda request: "stall"
     with pytest.raises(TimeoutError):
         server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=True).result()
 
