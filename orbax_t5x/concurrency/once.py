@@ -27,6 +27,8 @@ class OnceEach(Generic[_Key, _Result]):
         Raises:
           BaseException: what `compute` raised, in the thread that called it and in those that waited for it.
         """
+        if (known := self._results.get(key)) is not None:
+            return known.result()
         made: concurrent.futures.Future[_Result] = concurrent.futures.Future()
         with self._lock:
             future = self._results.setdefault(key, made)

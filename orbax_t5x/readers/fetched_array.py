@@ -32,11 +32,49 @@ _NUMBERS = itertools.count()
 _SHARDING = "sharding_indexed"
 _ABSENT = (1 << 64) - 1
 _CRC_BYTES = 4
+# In the index of a shard: offset and size of a chunk.
+SHARD_ENTRY_BYTES = 16
 
 
-def _most_encoded(nbytes: int) -> int:
+def most_encoded(nbytes: int) -> int:
     """Returns the most bytes that a codec makes of a chunk: it adds headers, and little to what it cannot compress."""
     return nbytes + nbytes // 32 + (1 << 16)
+
+
+def only_chunk(shard: bytes, sharding: Mapping[str, Any]) -> bytes:
+    """Returns the one chunk of a shard.
+
+    Raises:
+      ValueError: the shard is damaged, or has no chunk.
+    """
+    size = _index_bytes(1, sharding)
+    offset, length = _parse_index(shard[-size:] if _is_last(sharding) else shard[:size], 1, sharding)[0].tolist()
+    if offset + length > len(shard):
+        raise ValueError(f"a shard of {len(shard)} bytes has a chunk of {length} bytes at byte {offset}")
+    return shard[offset : offset + length]
+
+
+def _is_last(sharding: Mapping[str, Any]) -> bool:
+    return sharding.get("index_location", "end") == "end"
+
+
+def _index_bytes(chunks: int, sharding: Mapping[str, Any]) -> int:
+    return SHARD_ENTRY_BYTES * chunks + (_CRC_BYTES if len(sharding["index_codecs"]) > 1 else 0)
+
+
+def _parse_index(data: bytes, chunks: int, sharding: Mapping[str, Any]) -> np.ndarray:
+    """Parses offset and size of each chunk of a shard.
+
+    Raises:
+      ValueError: the index is damaged.
+    """
+    nbytes = SHARD_ENTRY_BYTES * chunks
+    numbers, crc = data[:nbytes], data[nbytes:]
+    if len(data) != _index_bytes(chunks, sharding) or (
+        crc and CRC32C.extend(0, numbers) != int.from_bytes(crc, "little")
+    ):
+        raise ValueError("the index of a shard is damaged")
+    return np.frombuffer(numbers, "<u8").reshape(chunks, 2)
 
 
 class FetchedArray:
@@ -46,6 +84,8 @@ class FetchedArray:
       layout: of the array as it is stored.
       chunk_bytes: of a chunk, decoded.
       keys: of its chunks, or of its shards.
+      metadata: as TensorStore writes them.
+      sharding: the settings of the codec that makes shards of chunks, or None.
       array: over the chunks that were fetched.
     """
 
@@ -97,11 +137,11 @@ class FetchedArray:
         self.layout = ArrayLayout.of(array)
         self.chunk_bytes: int = math.prod(self.layout.chunk) * self.layout.dtype.itemsize
         self.keys = ChunkKeys.of(array)
-        self._metadata: dict[str, Any] = array.spec().to_json()["metadata"]
-        self._sharding: dict[str, Any] | None = None
-        if any(codec["name"] == _SHARDING for codec in self._metadata.get("codecs", ())):
-            self._sharding = self._only_sharding(leaf)
-            spec["metadata"] = self._unsharded(self._sharding)
+        self.metadata: dict[str, Any] = array.spec().to_json()["metadata"]
+        self.sharding: dict[str, Any] | None = None
+        if any(codec["name"] == _SHARDING for codec in self.metadata.get("codecs", ())):
+            self.sharding = self._only_sharding(leaf)
+            spec["metadata"] = self._unsharded(self.sharding)
             array = ts.open(spec, open=True, assume_metadata=True, read=True, context=context).result()
         self.array: ts.TensorStore = array
 
@@ -112,12 +152,12 @@ class FetchedArray:
           CheckpointError: it cannot be fetched; one that is not there is for TensorStore to find.
         """
         index = tuple([low // size for (low, _), size in zip(requests[0].box, self.layout.chunk, strict=True)])
-        most = _most_encoded(self.chunk_bytes)
+        most = most_encoded(self.chunk_bytes)
         key = self.keys.key(index)
-        if self._sharding is None:
+        if self.sharding is None:
             data = self._values.read(self._prefix + key, BoundedRange.whole(most), context)
         else:
-            data = self._read_inside(index, self._sharding, most, context)
+            data = self._read_inside(index, self.sharding, most, context)
         self.hold(key, data)
         try:
             writes = [ts.array(out, write=True, copy=False).write(self.array[box_slices(box)]) for box, out in requests]
@@ -157,7 +197,7 @@ class FetchedArray:
         Raises:
           UnsupportedCheckpointError: it is another.
         """
-        codecs = self._metadata["codecs"]
+        codecs = self.metadata["codecs"]
         settings = codecs[0].get("configuration", {})
         index_codecs = settings.get("index_codecs", ())
         plain = [codec["name"] for codec in index_codecs] in (["bytes"], ["bytes", "crc32c"])
@@ -174,7 +214,7 @@ class FetchedArray:
     def _unsharded(self, sharding: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the metadata of an array whose chunks are those inside the shards."""
         grid = {"name": "regular", "configuration": {"chunk_shape": list(self.layout.chunk)}}
-        return {**self._metadata, "chunk_grid": grid, "codecs": sharding["codecs"]}
+        return {**self.metadata, "chunk_grid": grid, "codecs": sharding["codecs"]}
 
     def _read_inside(
         self, index: tuple[int, ...], sharding: Mapping[str, Any], most: int, context: ReadContext
@@ -202,19 +242,16 @@ class FetchedArray:
         self, key: str, sides: Sequence[int], sharding: Mapping[str, Any], context: ReadContext
     ) -> np.ndarray | None:
         """Reads the index of a shard: offset and size of each chunk; None where there is no such shard."""
-        nbytes = 16 * math.prod(sides)
-        is_checked = len(sharding["index_codecs"]) > 1
-        size = nbytes + (_CRC_BYTES if is_checked else 0)
-        is_last = sharding.get("index_location", "end") == "end"
+        size, is_last = _index_bytes(math.prod(sides), sharding), _is_last(sharding)
         data = self._values.read(key, BoundedRange.last(size) if is_last else BoundedRange.between(0, size), context)
         if data is None:
             return None
-        numbers, crc = data[:nbytes], data[nbytes:]
-        if len(data) != size or (is_checked and CRC32C.extend(0, numbers) != int.from_bytes(crc, "little")):
+        try:
+            return _parse_index(data, math.prod(sides), sharding).reshape(*sides, 2)
+        except ValueError:
             raise CorruptCheckpointError(
                 f"the index of the shard {key} is damaged", path=self._values.path, leaf=context.leaf
-            )
-        return np.frombuffer(numbers, "<u8").reshape(*sides, 2)
+            ) from None
 
 
 class ChunkRead(NamedTuple):

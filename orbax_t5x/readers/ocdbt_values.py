@@ -1,7 +1,7 @@
-"""The values of an OCDBT database on a web server: the tree's nodes are fetched by us, and decoded by TensorStore.
+"""The values of an OCDBT database: the nodes of its tree are read by us, and decoded by TensorStore.
 
-TensorStore would fetch them itself and take whatever the server sends. So each node and each value is requested with
-its length, as the node above it records that, and names of data files stay below the database.
+TensorStore would read them itself, value by value, and take whatever a web server sends. So each node is read once,
+each value with its length, as the node above it records that, and names of data files stay below the database.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import bisect
 import itertools
 import threading
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.concurrency import OnceEach
 from orbax_t5x.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     LimitExceededError,
     UnsupportedCheckpointError,
@@ -25,6 +27,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.values import ANYONE, BoundedRange, ReadContext, Values
 
 _MANIFEST = "manifest.ocdbt"
@@ -32,7 +35,7 @@ _FETCHED = "node"
 _DOING = "opening its OCDBT database"
 
 
-class _Location(NamedTuple):
+class ValueLocation(NamedTuple):
     """Range of a data file, which is named relative to the database."""
 
     file: str
@@ -48,25 +51,27 @@ class _TreeNode(NamedTuple):
     """
 
     keys: list[bytes]
-    entries: list[bytes | _Location]
+    entries: list[bytes | ValueLocation]
     prefixes: list[bytes]
 
 
 class OcdbtValues(Values):
     """The values of one database."""
 
-    def __init__(self, files: Values, limits: Limits):
-        """Reads the manifest and the root node.
+    def __init__(self, files: Values, limits: Limits, open_file: Callable[[str], StoredFile]):
+        """Reads the manifest and the root node; `open_file` opens a file of the database.
 
         Raises:
           CheckpointError: they cannot be read.
         """
         self.path: str = files.path
         self._files = files
+        self._open_file = open_file
+        self._opened: OnceEach[str, StoredFile] = OnceEach()
         self._limit = limits.index_bytes
         self._left = self._limit
         self._lock = threading.Lock()
-        self._nodes: OnceEach[_Location, _TreeNode] = OnceEach()
+        self._nodes: OnceEach[ValueLocation, _TreeNode] = OnceEach()
         found = files.read(_MANIFEST, BoundedRange.whole(self._limit))
         if found is None:
             raise CorruptCheckpointError(f"{_MANIFEST} is missing, so the arrays cannot be found", path=self.path)
@@ -79,6 +84,19 @@ class OcdbtValues(Values):
         self._root = self._location(root["location"]) if "location" in root else None
         if self._root is not None:
             self._node(self._root, self._height, ANYONE)
+
+    def find(self, key: str) -> bytes | ValueLocation | None:
+        """Returns a value, or its place in a data file if it is not in the tree."""
+        return self._find(key.encode(), ANYONE)
+
+    @property
+    def manifest(self) -> StoredFile:
+        """The file that every value depends on."""
+        return self.file(_MANIFEST)
+
+    def file(self, name: str) -> StoredFile:
+        """Returns a file of the database, statted once."""
+        return self._opened.get(name, lambda: self._open_file(name))
 
     def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
         leaf = context.leaf
@@ -108,7 +126,7 @@ class OcdbtValues(Values):
             raise CorruptCheckpointError("the data file is missing", path=f"{self.path}/{found.file}", leaf=leaf)
         return data
 
-    def _find(self, key: bytes, context: ReadContext) -> bytes | _Location | None:
+    def _find(self, key: bytes, context: ReadContext) -> bytes | ValueLocation | None:
         """Returns the value of a key, or where it is stored."""
         location, height = self._root, self._height
         while location is not None:
@@ -122,7 +140,7 @@ class OcdbtValues(Values):
             prefix = node.prefixes[number]
             if not key.startswith(prefix):
                 return None
-            assert isinstance(entry, _Location)
+            assert isinstance(entry, ValueLocation)
             location, height, key = entry, height - 1, key[len(prefix) :]
         return None
 
@@ -147,14 +165,14 @@ class OcdbtValues(Values):
                 is_before = stop is not None and stop <= start
                 is_behind = before + key > start and not (before + key).startswith(start)
                 if not is_before and not is_behind:
-                    assert isinstance(entry, _Location)
+                    assert isinstance(entry, ValueLocation)
                     pending.append((entry, height - 1, before + more))
         return [key[len(start) :].decode("utf-8", "replace") for key in found if key.startswith(start)]
 
-    def _node(self, location: _Location, height: int, context: ReadContext) -> _TreeNode:
+    def _node(self, location: ValueLocation, height: int, context: ReadContext) -> _TreeNode:
         return self._nodes.get(location, lambda: self._read_node(location, height, context))
 
-    def _read_node(self, location: _Location, height: int, context: ReadContext) -> _TreeNode:
+    def _read_node(self, location: ValueLocation, height: int, context: ReadContext) -> _TreeNode:
         with self._lock:
             self._left -= location.size
             if self._left < 0:
@@ -188,7 +206,32 @@ class OcdbtValues(Values):
         except (ValueError, NotImplementedError) as error:
             raise typed_error(error, path=self.path, leaf=None, doing=_DOING, is_remote=True) from error
 
-    def _location(self, text: str) -> _Location:
+    def _location(self, text: str) -> ValueLocation:
         """Parses TensorStore's text of a location: kind, base and name of the file, offset and size."""
         _, base, name, offset, size = text.split(":")
-        return _Location(urllib.parse.unquote(base) + urllib.parse.unquote(name), int(offset), int(size))
+        return ValueLocation(urllib.parse.unquote(base) + urllib.parse.unquote(name), int(offset), int(size))
+
+
+class LocalValues(Values):
+    """The files of a local database, each a value."""
+
+    def __init__(self, path: str, open_file: Callable[[str], StoredFile]):
+        """Takes the directory, for errors, and what opens a file of it."""
+        self.path: str = path
+        self._open_file = open_file
+
+    def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        try:
+            file = self._open_file(key)
+        except CheckpointNotFoundError:
+            return None
+        stop = file.size if wanted.stop is None else wanted.stop
+        if stop - wanted.start > wanted.most:
+            raise LimitExceededError(
+                f"more bytes than the limit of {wanted.most} permits", path=file.path, leaf=context.leaf
+            )
+        if stop > file.size:
+            raise CorruptCheckpointError(f"ends before byte {stop}", path=file.path, leaf=context.leaf)
+        data = np.empty(stop - wanted.start, np.uint8)
+        file.read_into(wanted.start, [data], leaf=context.leaf)
+        return data.tobytes()

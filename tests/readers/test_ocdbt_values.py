@@ -15,9 +15,14 @@ from orbax_t5x.storage.values import ANYONE, BoundedRange, ReadContext
 from tests.support.http_store import serving
 
 
+def opened(store, limits):
+    root = files_at(store.url)
+    return OcdbtValues(root.kvstore(""), limits, root.file)
+
+
 def values_of(store, limits=None):
     with opening(Limits()):
-        return OcdbtValues(files_at(store.url).kvstore(""), limits or Limits())
+        return opened(store, limits or Limits())
 
 
 @pytest.fixture(scope="module")

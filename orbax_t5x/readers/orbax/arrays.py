@@ -32,6 +32,7 @@ from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.keys import array_key, inside
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
+from orbax_t5x.readers.small_arrays import SmallArray, SmallArrayLeaf, SmallArrays
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec
@@ -52,7 +53,9 @@ class NamedNode(NamedTuple):
     node: NodeMetadata
 
 
-_OpeningArray = tuple[Snapshot, "ts.Future[ts.TensorStore] | concurrent.futures.Future[FetchedArray]"]
+_OpeningArray = tuple[
+    Snapshot, "SmallArray | ts.Future[ts.TensorStore] | concurrent.futures.Future[FetchedArray | SmallArray]"
+]
 """The files of an array as they were before it was opened, and the opening."""
 
 
@@ -61,7 +64,8 @@ class ItemArrays:
     """The arrays of an item: their storage, and how they are opened.
 
     `name` is the item's directory relative to the root, `database` has the files of the database that holds them all,
-    or is None where each array has a directory of its own. `values` are the database's, where a web server holds it.
+    or is None where each array has a directory of its own. `values` are the database's, unless only TensorStore reads
+    it.
     """
 
     root: Files
@@ -88,26 +92,52 @@ class ItemArrays:
         self, nodes: Sequence[NamedNode], *, context: ts.Context, flag: OpenFlag, limits: Limits
     ) -> Iterator[Leaf]:
         """Yields the leaves of all nodes, in their order."""
-        directory = self.values or self.root.kvstore(self.name)
+        directory = self.root.kvstore(self.name)
+        if self.values is not None and not isinstance(directory, dict):
+            directory = self.values
+        small: SmallArrays | None = None
+        if self.values is not None:
+            opened = partial(self._fetched, self.values, context, limits)
+            small = SmallArrays(self.values, opened, self.array_metadata)
         for start in range(0, len(nodes), _OPENING_AT_ONCE):
             some = nodes[start : start + _OPENING_AT_ONCE]
             if self.database is None:
                 directories = [inside(self.name, array_key(named.node.param)) for named in some]
                 self.root.stat_ahead([inside(directory, self.array_metadata) for directory in directories])
-            opening = [self._start(named, directory, context, limits) for named in some]
+            opening = [self._start(named, directory, small, context, limits) for named in some]
             for named, begun in zip(some, opening, strict=True):
                 yield self._finish(named, begun, flag, limits)
 
+    def _fetched(self, values: Values, context: ts.Context, limits: Limits, key: str, leaf: str) -> FetchedArray:
+        """Opens an array whose chunks are fetched by us."""
+        zarr3, absent_is_fill = self.metadata.use_zarr3, self.absent_is_fill
+        return FetchedArray(
+            values, key, zarr3=zarr3, absent_is_fill=absent_is_fill, context=context, leaf=leaf, limits=limits
+        )
+
     def _start(
-        self, named: NamedNode, directory: Mapping[str, Any] | Values, context: ts.Context, limits: Limits
+        self,
+        named: NamedNode,
+        directory: Mapping[str, Any] | Values,
+        small: SmallArrays | None,
+        context: ts.Context,
+        limits: Limits,
     ) -> _OpeningArray | CheckpointError:
         """Begins to open an array."""
         try:
             files = self._files(named) if self.database is None else self.database
             key, zarr3 = array_key(named.node.param), self.metadata.use_zarr3
+
+            def opened() -> FetchedArray | SmallArray:
+                """Finds an array of a web server, or opens it."""
+                found = None if small is None else small.find(key, named.name)
+                assert not isinstance(directory, Mapping)
+                return found or self._fetched(directory, context, limits, key, named.name)
+
             if not isinstance(directory, Mapping):
-                fetched = partial(FetchedArray, zarr3=zarr3, absent_is_fill=self.absent_is_fill, context=context)
-                return files, waiting_pool().submit(fetched, directory, key, leaf=named.name, limits=limits)
+                return files, waiting_pool().submit(opened)
+            if small is not None and (found := small.find(key, named.name)) is not None:
+                return files, found
             spec = array_spec(
                 directory, key, ocdbt=self.database is not None, zarr3=zarr3, absent_is_fill=self.absent_is_fill
             )
@@ -148,7 +178,7 @@ class ItemArrays:
             return BrokenLeaf(named.name, begun)
         files, opening = begun
         try:
-            array = opening.result()
+            array = opening if isinstance(opening, SmallArray) else opening.result()
             if isinstance(array, ts.TensorStore):
                 self.root.note_array(array)
         except CheckpointError as error:
@@ -160,12 +190,12 @@ class ItemArrays:
             limits.require_shape(layout.shape, layout.dtype)
         except CheckpointError as error:
             return BrokenLeaf(named.name, error_at(error, path=self.directory, leaf=named.name))
-        return TensorStoreLeaf(
+        make = partial(SmallArrayLeaf if isinstance(array, SmallArray) else TensorStoreLeaf, layout=layout)
+        return make(
             named.name,
             self.directory,
             array,
             flag,
-            layout=layout,
             prng_impl=self.prng_impls.get(named.node.param),
             sums=self.sums.of(named.node.param),
             absent_is_fill=self.absent_is_fill,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from orbax_t5x.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Fix,
+    LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
     error_at,
@@ -32,7 +33,7 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
-from orbax_t5x.readers.ocdbt_values import OcdbtValues
+from orbax_t5x.readers.ocdbt_values import LocalValues, OcdbtValues
 from orbax_t5x.readers.open_flag import OpenFlag, close_all
 from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
@@ -68,7 +69,7 @@ from orbax_t5x.readers.tensorstore_specs import check_database, make_context
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import LEADS_OUT, is_name
-from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.store import Files, StoredFile
 from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.trees.dtypes import kind_of
 
@@ -216,7 +217,7 @@ class _OrbaxOpening:
         self._limits = limits
         self._context = make_context()
         self._flag = OpenFlag()
-        self._closers = [self._flag.close]
+        self._closers = [self._flag.close, root.close]
         self._aggregates: dict[str, Aggregate] = {}
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
@@ -274,10 +275,14 @@ class _OrbaxOpening:
         if ocdbt and files.manifest:
             database = database_files(self._root, item, files)
             kvstore = self._root.kvstore(item)
-            if isinstance(kvstore, dict):
-                self._root.checked("database", item, partial(check_database, kvstore, directory, self._context))
+            open_file = partial(_open_inside, self._root, item)
+            if not isinstance(kvstore, dict):
+                values = OcdbtValues(kvstore, self._limits, open_file)
             else:
-                values = OcdbtValues(kvstore, self._limits)
+                if not self._root.is_remote:
+                    values = _local_values(directory, self._limits, open_file)
+                if values is None:
+                    self._root.checked("database", item, partial(check_database, kvstore, directory, self._context))
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
         texts = [node.param for node in metadata.nodes if node.value_type == "string"]
         strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
@@ -367,6 +372,18 @@ class _OrbaxOpening:
                 self._leaves[full_name] = EmptyLeaf(full_name, directory, shape, dtype)
             except CheckpointError as error:
                 self._leaves[full_name] = BrokenLeaf(full_name, error_at(error, path=directory, leaf=full_name))
+
+
+def _open_inside(files: Files, item: str, name: str) -> StoredFile:
+    return files.file(inside(item, name))
+
+
+def _local_values(directory: str, limits: Limits, open_file: Callable[[str], StoredFile]) -> OcdbtValues | None:
+    """Returns the values of a local database, or None if only TensorStore reads it."""
+    try:
+        return OcdbtValues(LocalValues(directory, open_file), limits, open_file)
+    except (UnsupportedCheckpointError, LimitExceededError):
+        return None
 
 
 def _recorded_dtype(name: str) -> np.dtype | None:
