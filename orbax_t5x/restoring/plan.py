@@ -34,8 +34,8 @@ _explain_leaf = on_demand.function("orbax_t5x.restoring.show.explain", "explain_
 _plan_diff = on_demand.function("orbax_t5x.restoring.show.compare", "plan_diff")
 _to_json = on_demand.function("orbax_t5x.restoring.show.as_data", "to_json")
 _warning_of_filled = on_demand.function("orbax_t5x.restoring.show.filled", "warning_of_filled")
-_about_to_restore = on_demand.function("orbax_t5x.restoring.show.log_lines", "about_to_restore")
-_has_restored = on_demand.function("orbax_t5x.restoring.show.log_lines", "has_restored")
+_about_to_restore = on_demand.function("orbax_t5x.restoring.show.filled", "about_to_restore")
+_has_restored = on_demand.function("orbax_t5x.restoring.show.filled", "has_restored")
 
 _logger = logging.getLogger(__name__)
 

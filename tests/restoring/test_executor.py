@@ -202,7 +202,7 @@ def test_each_stored_byte_is_read_once(sources, format, steps, data):
         case = data.draw(cases(source, steps=steps))
         wanted += [(case, data.draw(targets(case))) for _ in range(data.draw(st.integers(1, 2)))]
     # So little scratch that most casts go in many steps.
-    with mock.patch("orbax_t5x.restoring.execute.stages.SCRATCH_BYTES", data.draw(st.sampled_from([64, 500, 1 << 24]))):
+    with mock.patch("orbax_t5x.restoring.execute.groups.SCRATCH_BYTES", data.draw(st.sampled_from([64, 500, 1 << 24]))):
         plan = restore_and_compare(source, wanted)
     if steps:
         assert wanted_bytes(wanted) <= plan.bytes_to_read <= sum(array.nbytes for array in ARRAYS.values())
@@ -228,7 +228,7 @@ def test_a_chunk_is_read_in_one_step(axes):
     leaf = CallRecorder("w", array, chunks=(16, 8))
     target = {"p": np.zeros(array.transpose(axes).shape, np.float64)}
     transform = [ot.transforms.Transpose(".*", axes), ot.transforms.Rename([("w", "p")])]
-    with mock.patch("orbax_t5x.restoring.execute.stages.SCRATCH_BYTES", 700):
+    with mock.patch("orbax_t5x.restoring.execute.groups.SCRATCH_BYTES", 700):
         got = ot.restore(checkpoint({"w": leaf}), target, transform)
     np.testing.assert_array_equal(got["p"], array.transpose(axes))
     reads = np.zeros((3, 5), int)
@@ -253,7 +253,7 @@ def test_a_function_is_called_once_and_counts_whole():
         return {"p": lazy, "q": lazy, "constant": np.ones((3,), np.float32)}
 
     target = {"p": np.zeros(array.shape), "q": np.zeros(array.shape), "constant": np.zeros((3,), np.float32)}
-    with mock.patch("orbax_t5x.restoring.execute.stages.SCRATCH_BYTES", 100):
+    with mock.patch("orbax_t5x.restoring.execute.groups.SCRATCH_BYTES", 100):
         plan = ot.plan_restore(checkpoint({"w": array}), target, [put], strict=False)
         got = plan.execute()
     np.testing.assert_array_equal(got["p"], array)

@@ -21,7 +21,7 @@ def test_lossless_conversions_are_done(kind):
 
 
 def test_large_casts_go_in_slabs(kind, monkeypatch):
-    monkeypatch.setattr("orbax_t5x.restoring.execute.stages.SCRATCH_BYTES", 100)
+    monkeypatch.setattr("orbax_t5x.restoring.execute.groups.SCRATCH_BYTES", 100)
     array = values((37, 5))
     source = checkpoint({"a": array}, kind)
     got = ot.restore(source, {"a": np.zeros((37, 5), np.float64)})

@@ -20,7 +20,7 @@ from orbax_t5x.lazy.box import bounding_box, box_size, union_size
 from orbax_t5x.readers.chunk_grid import count_chunks
 from orbax_t5x.readers.ranges.byte_range import count_reads
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds, StoreKind
-from orbax_t5x.restoring.execute.stages import Piece, cut_clean, pieces_stored_bytes, stored_bytes, to_chunks
+from orbax_t5x.restoring.execute.groups import Piece, cut_clean, pieces_stored_bytes, stored_bytes, to_chunks
 from orbax_t5x.restoring.plan import PlanEntry, boxes_by_leaf
 
 # So much of a byte range is read by one process where several need some of it. Gaps of 4 KiB are read over.

@@ -29,8 +29,8 @@ from orbax_t5x.lazy.box import box_shape, box_size
 from orbax_t5x.multihost.collectives import any_failed, collective, gather_texts
 from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT, BroadcastRound, Message, Schedule, Slots, message_starts
 from orbax_t5x.restoring.execute.buffers import layout_of
+from orbax_t5x.restoring.execute.groups import Piece
 from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
-from orbax_t5x.restoring.execute.stages import Piece
 from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 

@@ -1,16 +1,163 @@
-"""Groups entries of a plan that are read together: those that share stored bytes, and small neighbours."""
+"""Groups entries of a plan that are read together, and divides their pieces into stages, read one after another.
+
+Entries that share stored bytes are one group, and so are small neighbours. Of a group, what shares stored bytes is cut
+at the same rows and read in the same stage, so that scratch memory stays small, and a cut is made only where no stored
+byte is on both sides of it: however the views of a leaf differ, each of its bytes is read once, and a stage reads
+together what a plan counts. What cannot be cut so is read in one stage, whose scratch counts against the budget. Pure
+geometry: nothing is allocated or read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
-from orbax_t5x.lazy import BlockingLeaf, Box, Leaf
+from orbax_t5x.lazy import BlockingLeaf, Box, Leaf, View
 from orbax_t5x.restoring.execute.buffers import layout_of
-from orbax_t5x.restoring.execute.stages import Piece, StoredBytesOf, stages_of, stored_bytes
-from orbax_t5x.restoring.plan import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry, boxes_by_leaf
+
+# Scratch that one stage may need. Smaller: more stages, each of which waits for the one before. Larger: more memory
+# beside the results.
+SCRATCH_BYTES = 16 << 20
+
+
+def stored_bytes(leaf: Leaf, boxes: Iterable[Box]) -> int:
+    """Counts the stored bytes that one read of boxes takes; of a chunked leaf those of whole chunks."""
+    chunks = leaf.chunks
+    if chunks is None:
+        return leaf.bytes_of(tuple(boxes))
+    return leaf.bytes_of(tuple([to_chunks(box, chunks, leaf.shape) for box in boxes]))
+
+
+def to_chunks(box: Box, chunks: Sequence[int], shape: Sequence[int]) -> Box:
+    """Widens a box to whole chunks, within an array of this shape."""
+    sizes = zip(box, chunks, shape, strict=True)
+    return tuple([(low // chunk * chunk, min(-(-high // chunk) * chunk, size)) for (low, high), chunk, size in sizes])
+
+
+StoredBytesOf = Callable[[Leaf, Iterable[Box]], int]
+"""Counts the bytes that one read of boxes of a leaf takes."""
+
+
+class Piece(NamedTuple):
+    """Box of a view that is read at once, in the coordinates of the whole array.
+
+    It lies in one box of the entry that is read: of a shard, or of several that follow one another in memory.
+    """
+
+    entry: PlanEntry
+    box_index: int
+    box: Box
+
+    @property
+    def view(self) -> View:
+        """The view that is read."""
+        assert self.entry.view is not None
+        return self.entry.view
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Stages in which some entries are read, and the most memory beside the results that one needs."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    scratch_bytes: int
+
+
+def stages_of(entries: Iterable[PlanEntry]) -> Stages:
+    """Divides entries that share stored bytes, or one entry, into stages."""
+    pieces = [
+        Piece(entry, box_index, box) for entry in entries for box_index, box in enumerate(layout_of(entry).read_boxes)
+    ]
+    if None not in [piece.view.leaf for piece in pieces]:
+        return Stages((tuple(pieces),), 0)
+    found: list[tuple[Piece, ...]] = []
+    most = 0
+    scratch = [piece.view.scratch_bytes(piece.box) for piece in pieces]
+    while max(scratch, default=0) > SCRATCH_BYTES or (found and sum(scratch) > SCRATCH_BYTES):
+        cut = cut_clean(pieces, sum(scratch), SCRATCH_BYTES)
+        if cut is None:
+            break
+        head, pieces = cut
+        found.append(tuple(head))
+        most = max(most, sum(piece.view.scratch_bytes(piece.box) for piece in head))
+        scratch = [piece.view.scratch_bytes(piece.box) for piece in pieces]
+    return Stages((*found, tuple(pieces)), max(most, sum(scratch)))
+
+
+def cut_clean(
+    pieces: Sequence[Piece], size: int, wanted_size: int, axis: int = 0, stored: StoredBytesOf = stored_bytes
+) -> tuple[list[Piece], list[Piece]] | None:
+    """Cuts pieces into about `wanted_size` bytes of their first rows and the rest, on `axis`.
+
+    None where every cut would have stored bytes on both sides.
+    """
+    ranges = [piece.box[axis] for piece in pieces if len(piece.box) > axis]
+    if not ranges:
+        return None
+    start, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
+    wanted = start + max(1, (stop - start) * wanted_size // size)
+    whole = pieces_stored_bytes(pieces, stored)
+    for edge in _edges(pieces, start, wanted, stop):
+        head, tail = _divided(pieces, edge, axis)
+        if pieces_stored_bytes(head, stored) + pieces_stored_bytes(tail, stored) == whole:
+            return head, tail
+    return None
+
+
+def _divided(pieces: Iterable[Piece], edge: int, axis: int) -> tuple[list[Piece], list[Piece]]:
+    """Divides pieces into the rows before `edge` and the others; those of lower rank come first."""
+    head: list[Piece] = []
+    tail: list[Piece] = []
+    for piece in pieces:
+        if len(piece.box) <= axis or piece.box[axis][1] <= edge:
+            head.append(piece)
+        elif piece.box[axis][0] >= edge:
+            tail.append(piece)
+        else:
+            (start, stop), before, after = piece.box[axis], piece.box[:axis], piece.box[axis + 1 :]
+            head.append(piece._replace(box=(*before, (start, edge), *after)))
+            tail.append(piece._replace(box=(*before, (edge, stop), *after)))
+    return head, tail
+
+
+def _edges(pieces: Iterable[Piece], start: int, wanted: int, stop: int) -> list[int]:
+    """Returns rows at which to try a cut: near the wanted one, where chunks or joined dimensions of a leaf may end.
+
+    Those up to the wanted row come first, the largest first.
+    """
+    leaves = {leaf for view in {piece.view for piece in pieces} for leaf in view.leaves()}
+    edges = {wanted}
+    for unit in {unit for leaf in leaves for unit in _units(leaf)}:
+        for base in (0, start):
+            below = base + (wanted - base) // unit * unit
+            edges |= {below, below + unit}
+    inside = [edge for edge in edges if start < edge < stop]
+    return sorted(inside, key=lambda edge: (edge > wanted, abs(edge - wanted)))
+
+
+def _units(leaf: Leaf) -> set[int]:
+    """Returns numbers of rows after which a view's rows may be done with what is stored together.
+
+    A row of a view may be an index of any dimension of the leaf, or of some that a reshape joined.
+    """
+    rank = len(leaf.shape)
+    chunks = leaf.chunks or (1,) * rank
+    return {
+        max(1, chunks[first] * math.prod(leaf.shape[first + 1 : last]))
+        for first in range(rank)
+        for last in range(first + 1, rank + 1)
+    }
+
+
+def pieces_stored_bytes(pieces: Iterable[Piece], stored: StoredBytesOf = stored_bytes) -> int:
+    """Counts the stored bytes that reading these pieces together takes; `stored` as in `cut_clean`."""
+    found = boxes_by_leaf((piece.view, piece.box) for piece in pieces)
+    return sum(stored(leaf, boxes) for leaf, boxes in found)
+
 
 # Small leaves are read together: one hop between threads costs as much as reading 100 KB, and making the arrays of one
 # group competes with the reads of the next for the interpreter. Larger groups delay the first bytes.

@@ -12,7 +12,7 @@ import numpy as np
 from orbax_t5x.concurrency import run_in_pool
 from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, ValueLeaf
 from orbax_t5x.lazy.read import LeafReads, read_all, read_all_blocking
-from orbax_t5x.restoring.execute.stages import Piece
+from orbax_t5x.restoring.execute.groups import Piece
 from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.storage.memory import naming_memory_errors
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_sharding, entry_source
-from orbax_t5x.restoring.show.rows import SHOWN_ROWS
+from orbax_t5x.restoring.show.table import SHOWN_ROWS
 from orbax_t5x.text.fold import fold, fold_names
 from orbax_t5x.text.wording import counted, plain, size_text
 

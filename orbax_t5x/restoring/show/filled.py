@@ -1,4 +1,4 @@
-"""Counts and names the model parameters that a fallback fills.
+"""Log lines of a restore, and what they and errors say about model parameters that a fallback fills.
 
 A model parameter is a leaf that `dtype=` would cast; in a tree without any such, every leaf is one.
 """
@@ -10,11 +10,36 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
-from orbax_t5x.restoring.show.log_lines import sources_text
+from orbax_t5x.restoring.plan import PlanEntry, RestorePlan, RestoreReport
 from orbax_t5x.text.fold import fold_names
-from orbax_t5x.text.wording import counted, leaves_text, listed, plain
+from orbax_t5x.text.wording import counted, leaves_text, listed, plain, size_text
 from orbax_t5x.trees.flat import parents
+
+
+def about_to_restore(plan: RestorePlan) -> str:
+    """Describes what will be read."""
+    return f"restoring {_counts(plan)} from {sources_text(plan)}: {size_text(plan.bytes_to_read)} to read here"
+
+
+def has_restored(plan: RestorePlan, report: RestoreReport) -> str:
+    """Describes what was read and verified, and the time it took."""
+    return f"restored {leaves_text(len(plan.entries))} from {sources_text(plan)}: {report.summary()}"
+
+
+def _counts(plan: RestorePlan) -> str:
+    words = {"read": "read", "value": "constant", "fallback": "from the fallback", "keep": "kept"}
+    counts = {word: sum(entry.action == action for entry in plan.entries) for action, word in words.items()}
+    parts = [f"{count:,} {word}" for word, count in counts.items() if count]
+    left = [(len(plan.unused), "unused"), (len(plan.dropped), "dropped")]
+    parts += [f"{count:,} of the checkpoint {word}" for count, word in left if count]
+    return leaves_text(len(plan.entries)) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def sources_text(plan: RestorePlan) -> str:
+    """Lists the paths with their formats, without control characters for a terminal."""
+    paths = [f"{plain(checkpoint.path)} ({checkpoint.format})" for checkpoint in plan.checkpoints.values()]
+    return ", ".join(paths) or "no checkpoint"
+
 
 _SHOWN_PATTERNS = 8
 

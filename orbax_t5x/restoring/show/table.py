@@ -1,19 +1,125 @@
-"""Plans as tables for terminals and as HTML for notebooks; both show the same rows."""
+"""Plans as tables for terminals and as HTML for notebooks: both show the same rows, with repeated layers as one row.
+
+Linear in the leaves; the bytes of a leaf are computed only for rows that are shown, since that asks every view for its
+boxes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
+from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.show.rows import (
-    HEADS,
-    name_sections,
-    plan_heading,
-    plan_outcome,
-    plan_rows,
-    without_common_sharding,
-)
+from orbax_t5x.restoring.show.broadcasts import broadcast_text
+from orbax_t5x.restoring.show.entries import ACTION_WORDS, entry_array, entry_how, entry_sharding, entry_source
+from orbax_t5x.restoring.show.filled import filled_patterns, filled_text
+from orbax_t5x.text.code import code_of
+from orbax_t5x.text.fold import fold
 from orbax_t5x.text.html import html_fragment, html_list, html_paragraph, html_table
-from orbax_t5x.text.table import name_lines, table_lines, terminal_width, wrapped
-from orbax_t5x.text.wording import plain
+from orbax_t5x.text.table import TableRow, name_lines, table_lines, terminal_width, wrapped
+from orbax_t5x.text.wording import array_bytes, counted, leaves_text, mesh_text, plain, size_text
+
+# Rows shown; a plan that needs more is read by programs, not by people.
+SHOWN_ROWS = 200
+# Rows of unused or dropped names shown.
+_SHOWN_NAMES = 20
+HEADS = TableRow("leaf", "array", "sharding", "reads", "from")
+_SAME_NAME = "same name"
+_PLACES = {"host": "stay on the host as NumPy", "1 device": "go to one device"}
+
+
+def plan_rows(plan: RestorePlan) -> tuple[list[TableRow], str]:
+    """Returns the rows to show, and a sentence for leaves left out; constants have their own section."""
+    entries = [entry for entry in plan.entries if entry.action != "value"]
+    if plan.target.kind == "everything":
+        # Without a target leaves come in the checkpoint's order, which scatters what belongs together.
+        entries.sort(key=lambda entry: entry.name)
+    cells = [(entry_array(entry), entry_sharding(entry), entry.action) for entry in entries]
+    folded = fold([(entry.name, entry_source(entry), entry_how(entry)) for entry in entries], cells)
+    rows: list[TableRow] = []
+    for row in folded[:SHOWN_ROWS]:
+        name, source, how = map(plain, row.texts)
+        array, sharding, action = cells[row.members[0]]
+        size = size_text(sum(entries[member].bytes_to_read for member in row.members)) if action == "read" else ""
+        is_same = action == "read" and source == name
+        label = plain(row.label)
+        source = _SAME_NAME if is_same else source
+        rows.append(TableRow(label, array, sharding, size, source, how, has_remark=is_same or action != "read"))
+    left = sum(len(row.members) for row in folded[SHOWN_ROWS:])
+    return rows, f"… and {leaves_text(left)} more: see `plan.entries` or `plan.to_json()`" if left else ""
+
+
+def without_common_sharding(rows: list[TableRow]) -> tuple[list[TableRow], str]:
+    """Rows without the sharding that all arrays have, and a sentence that says which; as they are where they differ."""
+    shardings = {row.placing for row in rows if row.array not in ("None", "...")}
+    if len(shardings) != 1 or len(rows) == 1:
+        return rows, ""
+    (sharding,) = shardings
+    sentence = f" All {_PLACES.get(sharding, f'are sharded {sharding}')}."
+    return [dataclasses.replace(row, placing="") for row in rows], sentence
+
+
+def plan_heading(plan: RestorePlan) -> list[str]:
+    """Summarizes the plan in three lines."""
+    sources = [
+        (f"{name}: " if name else "")
+        + f"{plain(checkpoint.path)} ({checkpoint.format}"
+        + (f", step {checkpoint.step}" if checkpoint.step is not None else "")
+        + ")"
+        for name, checkpoint in plan.checkpoints.items()
+    ]
+    counts = {word: sum(entry.action == action for entry in plan.entries) for action, word in ACTION_WORDS.items()}
+    counts |= {"unused": len(plan.unused), "dropped": len(plan.dropped)}
+    facts = [f"{count:,} {word}" for word, count in counts.items() if count]
+    facts += [counted(len(plan.warnings), "warning")] if plan.warnings else []
+    leaves, facts_text = f"{leaves_text(len(plan.entries))} from {', '.join(sources)}", " · ".join(facts)
+    if filled := filled_text(plan):
+        counts_text = f"{leaves}: {facts_text}. From fallback: {filled_patterns(plan)}."
+        return [f"Restore plan: {filled}", counts_text, _reads_text(plan)]
+    return [f"Restore plan: {leaves}", facts_text or "nothing to do", _reads_text(plan)]
+
+
+def _reads_text(plan: RestorePlan) -> str:
+    stored = {leaf for entry in plan.entries if entry.view is not None for leaf in entry.view.leaves()}
+    whole = sum(array_bytes(leaf.dtype, leaf.shape) for leaf in stored if not leaf.is_value)
+    reads = f"This process reads {size_text(plan.bytes_to_read)}"
+    # Where two leaves want one source in other cuts, parts of it are read twice, and this says nothing worth comparing.
+    reads += f" of the {size_text(whole)} that these leaves take." if plan.bytes_to_read < whole else "."
+    meshes = dict.fromkeys(text for text in (mesh_text(entry.sharding) for entry in plan.entries) if text)
+    reads += f" {broadcast}" if (broadcast := broadcast_text(decisions_of(plan))) else ""
+    return reads + (f" Mesh: {'; '.join(meshes)}." if meshes else "")
+
+
+def plan_outcome(plan: RestorePlan) -> str:
+    """Summarizes the last execution; empty before one."""
+    return "" if plan.report is None else f"Executed: {plan.report.summary()}."
+
+
+def name_sections(plan: RestorePlan) -> list[tuple[str, list[str]]]:
+    """Titles and lines: the code of rules that were found; folded names of constants, unused and dropped leaves."""
+    rules = [f"{code_of(one)}," for one in plan.found_rules]
+    constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}
+    sections = [
+        ("Constants: put there by a transform, not read", constants, "plan.entries"),
+        (
+            "Unused: in the checkpoint, without a counterpart in the target",
+            dict.fromkeys(plan.unused, ""),
+            "plan.unused",
+        ),
+        ("Dropped: taken out on purpose", dict.fromkeys(plan.dropped, ""), "plan.dropped"),
+    ]
+    shown = [(f"{title} ({len(names):,})", _shown_names(names, where)) for title, names, where in sections if names]
+    return [('Rules that "auto" found, as transforms to paste', rules), *shown] if rules else shown
+
+
+def _shown_names(remarks: Mapping[str, str], where: str) -> list[str]:
+    """Folds names, each with its remark, and adds a sentence for those that are not shown."""
+    texts = list(remarks.values())
+    folded = fold([(name,) for name in remarks], texts)
+    shown = [plain(f"{row.label}  {texts[row.members[0]]}".rstrip()) for row in folded[:_SHOWN_NAMES]]
+    left = sum(len(row.members) for row in folded[_SHOWN_NAMES:])
+    return [*shown, f"… and {left:,} more in `{where}`"] if left else shown
 
 
 def plan_table(plan: RestorePlan) -> str:

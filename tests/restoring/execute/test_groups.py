@@ -17,7 +17,7 @@ def test_heavy_and_light_views_of_a_leaf_are_read_together():
     leaf = AwaitedLeaf("w", array)
     narrow = jax.ShapeDtypeStruct(array.shape, ml_dtypes.bfloat16)
     target = {"p": narrow, "q": narrow, "r": jax.ShapeDtypeStruct(array.shape, np.float32)}
-    with mock.patch("orbax_t5x.restoring.execute.stages.SCRATCH_BYTES", array.nbytes // 4):
+    with mock.patch("orbax_t5x.restoring.execute.groups.SCRATCH_BYTES", array.nbytes // 4):
         rules = [ot.transforms.AssignmentMap([("[pqr]", "w")])]
         plan = ot.plan_restore(checkpoint({"w": leaf}), target, rules, allow_lossy_cast=True)
         got = plan.execute()
