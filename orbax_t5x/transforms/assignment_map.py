@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
-from orbax_t5x.transforms.patterns.corrected import corrected_template
 from orbax_t5x.transforms.patterns.table import Rule, expand, pattern_text, rule_table, rule_text, rule_tuple
+from orbax_t5x.transforms.patterns.template import expand_match
 from orbax_t5x.transforms.patterns.unused import note_unused
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
@@ -21,6 +21,7 @@ from orbax_t5x.trees.flat import FlatState
 _LISTED_NAMES = 200
 # Looking for close names scans the checkpoint, so only the first rules get it.
 _EXPLAINED_NAMES = 10
+_WORD = re.compile(r"[A-Za-z]+")
 
 
 class _MissingParameter(NamedTuple):
@@ -174,7 +175,7 @@ def _corrected_rule(missing: Sequence[_MissingParameter], near: Sequence[str], n
     """Suggests a correction of a rule."""
     pattern, replacement = pattern_text(missing[0].rule[0]), missing[0].rule[1]
     assert replacement is not None  # a rule with None asks for nothing
-    mended = corrected_template(replacement, [one.match for one in missing], near, names)
+    mended = _corrected_template(replacement, [one.match for one in missing], near, names)
     if mended is not None:
         return Fix.writing(pattern, mended)
     closest = f" (closest: {', '.join(near)})" if near and len(missing) == 1 else ""
@@ -182,3 +183,32 @@ def _corrected_rule(missing: Sequence[_MissingParameter], near: Sequence[str], n
         Fix(f"correct the replacement {replacement!r}{closest}"),
         Fix.setting("write None in its place and give {} values for the leaf", fallback=...),
     )
+
+
+def _corrected_template(
+    template: str, matches: Sequence[re.Match[str]], closest: Iterable[str], names: Collection[str]
+) -> str | None:
+    """Corrects the only word of a template that then gives an existing name for every match.
+
+    Args:
+      template: a replacement that gives names that do not exist.
+      matches: of the rule's pattern.
+      closest: names close to the first match's.
+      names: all that exist.
+
+    Returns:
+      None if no change of one word is found, or two are.
+    """
+    words = _WORD.findall(expand_match(matches[0], template))
+    found: set[str] = set()
+    for name in closest:
+        wanted = _WORD.findall(name)
+        changed = {(word, other) for word, other in zip(words, wanted, strict=False) if word != other}
+        if len(words) != len(wanted) or len(changed) != 1:
+            continue
+        word, other = changed.pop()
+        # No letter before or after, and no group's number or name: `\\g<word>` stays.
+        mended = re.sub(rf"(?<![A-Za-z\\<]){word}(?![A-Za-z>])", other, template)
+        if mended != template and all(expand_match(match, mended) in names for match in matches):
+            found.add(mended)
+    return found.pop() if len(found) == 1 else None
