@@ -22,11 +22,13 @@ from orbax_t5x.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LimitExceededError,
+    UnsafeCheckpointError,
     UnsupportedCheckpointError,
     error_at,
 )
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.values import ANYONE, BoundedRange, ReadContext, Values
 
@@ -207,9 +209,16 @@ class OcdbtValues(Values):
             raise typed_error(error, path=self.path, leaf=None, doing=_DOING, is_remote=True) from error
 
     def _location(self, text: str) -> ValueLocation:
-        """Parses TensorStore's text of a location: kind, base and name of the file, offset and size."""
+        """Parses TensorStore's text of a location: kind, base and name of the file, offset and size.
+
+        Raises:
+          UnsafeCheckpointError: the name is not that of a file below the database, in its shortest form.
+        """
         _, base, name, offset, size = text.split(":")
-        return ValueLocation(urllib.parse.unquote(base) + urllib.parse.unquote(name), int(offset), int(size))
+        file = urllib.parse.unquote(base) + urllib.parse.unquote(name)
+        if "/".join(split_name(file, path=self.path)) != file:
+            raise UnsafeCheckpointError(f"the file name {file!r} is not in its shortest form", path=self.path)
+        return ValueLocation(file, int(offset), int(size))
 
 
 class LocalValues(Values):
