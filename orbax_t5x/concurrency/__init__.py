@@ -25,10 +25,10 @@ from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, ca
 from orbax_t5x.concurrency.once import OnceEach
 from orbax_t5x.concurrency.process_threads import function_pool, reader_pool, run_jobs, run_on_read_thread, waiting_pool
 from orbax_t5x.concurrency.sharing import balanced_shares
-from orbax_t5x.concurrency.waiting import BlocksInFlight, Budget, await_to_end, wait_all
+from orbax_t5x.concurrency.waiting import Block, Budget, await_to_end, for_each_block, wait_all
 
 __all__ = [
-    "BlocksInFlight",
+    "Block",
     "Budget",
     "CallThread",
     "CallerThread",
@@ -45,6 +45,7 @@ __all__ = [
     "call_with_cleanup",
     "carry",
     "first_failure",
+    "for_each_block",
     "function_pool",
     "guarded",
     "is_meant_for_caller",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
-from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Generator, Iterable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 from orbax_t5x.concurrency.carried import as_carried, call_carried, first_failure
 
@@ -93,43 +92,50 @@ class Budget:
         return self._used == 0 or self._used + size <= self.limit
 
 
-class BlocksInFlight:
-    """Blocks of arrays in flight on an event loop.
+class Block(NamedTuple):
+    """Piece of work on a block of an array.
 
-    Their bytes and their number are bounded, and progress is reported.
+    Attributes:
+      work: does it; called when there is room for it.
+      memory: bytes that it takes.
+      nbytes: bytes of the block, for progress.
+      name: of the array.
     """
 
-    def __init__(self, limit: int, total: int, on_progress: Callable[[int, int, str], None] | None):
-        """Holds a limit of bytes and the function for progress.
+    work: Callable[[], Coroutine[Any, Any, None]]
+    memory: int
+    nbytes: int
+    name: str
 
-        `on_progress` is called with the bytes that are done, all bytes, and a name.
-        """
-        self._budget = Budget(limit)
-        self._count = asyncio.Semaphore(_MOST_BLOCKS)
-        self._total = total
-        self._done = 0
-        self._on_progress = on_progress
 
-    async def admit(self, size: int) -> int:
-        """Waits until a block of `size` bytes may begin.
+async def for_each_block(
+    blocks: Iterable[Block], limit: int, total: int = 0, on_progress: Callable[[int, int, str], None] | None = None
+) -> None:
+    """Works on blocks, several at a time, within `limit` bytes; the first failure cancels the rest.
 
-        Returns the size, for `admitted`.
-        """
-        await self._count.acquire()
-        await self._budget.take(size)
-        return size
+    Args:
+      blocks: taken as room becomes free; a block of more than the limit is worked on by itself.
+      limit: bytes of memory.
+      total: bytes of all blocks, for progress.
+      on_progress: called with the bytes that are done, those of all, and a name.
+    """
+    budget, count, done = Budget(limit), asyncio.Semaphore(_MOST_BLOCKS), 0
 
-    @contextlib.contextmanager
-    def admitted(self, size: int) -> Generator[None, None, None]:
-        """Ends the block that was admitted, at the end of the context."""
+    async def run(block: Block) -> None:
+        nonlocal done
         try:
-            yield
+            await block.work()
+            done += block.nbytes
+            if on_progress is not None:
+                call_carried(on_progress, done, total, block.name)
         finally:
-            self._budget.give(size)
-            self._count.release()
+            budget.give(block.memory)
+            count.release()
 
-    def note_done(self, nbytes: int, name: str) -> None:
-        """Counts bytes of a leaf as done."""
-        self._done += nbytes
-        if self._on_progress is not None:
-            call_carried(self._on_progress, self._done, self._total, name)
+    async def admitted() -> AsyncIterator[Coroutine[Any, Any, None]]:
+        for block in blocks:
+            await count.acquire()
+            await budget.take(block.memory)
+            yield run(block)
+
+    await wait_all(admitted())

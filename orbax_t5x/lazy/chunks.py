@@ -7,7 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from orbax_t5x.lazy import Box
+from orbax_t5x.lazy import Box, View
+
+# Larger chunks make a restore of one shard of many decode too much, and leave room for few at a time within a limit;
+# smaller ones cost a write each.
+MOST_BLOCK_BYTES = 16 << 20
+# Each chunk costs a commit of the database, some 10 ms where it is waited for: a limit of 64 bytes took 107 s for
+# 74 KiB. A chunk of this size is larger than such a limit, and is written by itself.
+LEAST_BLOCK_BYTES = 1 << 20
 
 
 class ChunkPreferences(NamedTuple):
@@ -38,6 +45,26 @@ def choose_chunk(
         chunk[axis] = -(-units // parts) * unit[axis]
         break
     return tuple(chunk)
+
+
+def block_bytes(limit: int, copies: int) -> int:
+    """Chooses the bytes of one block: with `copies` of two blocks within the limit, if that is not too little."""
+    return min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, limit // (2 * copies)))
+
+
+def stored_chunk(view: View) -> tuple[int, ...] | None:
+    """Returns the chunks of a view's only leaf, if it has the view's shape and is read by chunks."""
+    leaves = view.leaves()
+    return leaves[0].chunks if len(leaves) == 1 and leaves[0].shape == view.shape else None
+
+
+def chunk_of(view: View, limit: int, wishes: ChunkPreferences | None = None) -> tuple[int, ...]:
+    """Chooses the shape of the chunks in which a view is stored: of at most `limit` bytes, like the source's."""
+    nbytes, cut_first = wishes or ChunkPreferences()
+    if nbytes is None:
+        return choose_chunk(view.shape, view.dtype.itemsize, limit, stored_chunk(view), cut_first=cut_first)
+    # Chunks of the source may be larger than the preference.
+    return choose_chunk(view.shape, view.dtype.itemsize, min(limit, nbytes), cut_first=cut_first)
 
 
 def _even_parts(size: int, least: int) -> int:

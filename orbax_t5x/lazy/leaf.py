@@ -104,6 +104,11 @@ class Leaf(abc.ABC):
         return None
 
     @property
+    def repeated(self) -> tuple[int, ...]:
+        """The dimensions along which all elements are the same, and stored once."""
+        return ()
+
+    @property
     def chunk_checksum(self) -> str | None:
         """The codec that compares a checksum of each chunk whenever one is read ("gzip", …), or None."""
         return None

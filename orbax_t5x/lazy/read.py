@@ -9,18 +9,18 @@ are checked ("touched").
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool, run_on_read_thread, wait_all, waiting_pool
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, Leaf, Request
 from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
 from orbax_t5x.lazy.value import ValueLeaf
-from orbax_t5x.storage.memory import naming_memory_errors
+from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.windows import MAX_GAP_BYTES, FileWindow, holding, read_windows, windows_of
 
@@ -159,3 +159,23 @@ def _lower(node: Node, box: Box, out: np.ndarray) -> Lowering:
             leaf.raise_error()
     with naming_memory_errors(leaves[0].path, leaves[0].name):
         return node.lower(box, out)
+
+
+async def read_block(
+    node: Node, box: Box, stats: ReadStats, snapshots: Mapping[Leaf, Leaf] | None = None
+) -> np.ndarray:
+    """Reads a box of a node into a new buffer; leaves in `snapshots` are read from these."""
+    first = node.leaves()[0]
+    with naming_memory_errors(first.path, first.name):
+        out = empty_array(box_shape(box), node.dtype)
+        lowered = node.lower(box, out)
+    reads = group_reads(lowered.reads)
+    await read_all([((snapshots or {}).get(leaf, leaf), requests) for leaf, requests in reads], stats)
+    if lowered.finish:
+        await run_in_pool(reader_pool(), _finish, lowered.finish)
+    return out
+
+
+def _finish(steps: Sequence[Callable[[], object]]) -> None:
+    for step in steps:
+        step()

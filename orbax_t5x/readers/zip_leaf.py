@@ -20,7 +20,7 @@ from orbax_t5x.storage.windows import MAX_GAP_BYTES
 class ZipLeaf(RangeLeaf):
     """An array in one member of an archive."""
 
-    __slots__ = ("_archive", "_crc", "_head", "_member", "_name", "_range", "storage")
+    __slots__ = ("_archive", "_crc", "_head", "_member", "_name", "_range", "_repeated", "storage")
 
     def __init__(
         self,
@@ -48,6 +48,9 @@ class ZipLeaf(RangeLeaf):
         stored = member_bytes(archive, member, name)
         self._archive, self._name = archive, member
         self._range = StridedRange(stored, offset, shape, strides, dtype, swap=swap, kind=CRC32)
+        self._repeated = tuple(
+            axis for axis, (stride, size) in enumerate(zip(strides, shape, strict=True)) if not stride and size > 1
+        )
         self._member = ByteRange(stored, 0, (archive.members[member].size,), np.dtype(np.uint8), kind=CRC32)
         self.storage: Hashable = (archive.file.path, member, offset, shape, strides, dtype, swap)
         self._crc = archive.members[member].crc
@@ -56,6 +59,10 @@ class ZipLeaf(RangeLeaf):
     @property
     def checksums(self) -> Checksums | None:
         return None if self._crc is None else RangeChecksums(self, [(self._member, self._crc)], CRC32)
+
+    @property
+    def repeated(self) -> tuple[int, ...]:
+        return self._repeated
 
     @property
     def extent(self) -> FileExtent | None:

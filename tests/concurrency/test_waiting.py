@@ -1,10 +1,11 @@
 """Coroutines that are awaited together, to their end, or within a budget of bytes."""
 
 import asyncio
+import functools
 
 import pytest
 
-from orbax_t5x.concurrency.waiting import BlocksInFlight, Budget, await_to_end
+from orbax_t5x.concurrency.waiting import Block, Budget, await_to_end, for_each_block
 
 
 def test_a_budget_is_granted_in_order_and_never_exceeded():
@@ -68,23 +69,30 @@ def test_what_is_awaited_to_its_end_ends_before_the_cancellation():
     asyncio.run(run())
 
 
-def test_blocks_wait_for_the_budget_and_give_it_back_after_a_failure():
+def test_blocks_wait_for_room_in_order_and_say_what_is_done():
     order, seen = [], []
 
-    async def run():
-        blocks = BlocksInFlight(10, 12, lambda *said: seen.append(said))
+    async def work(name):
+        order.append(f"{name} begins")
+        await asyncio.sleep(0)
+        order.append(f"{name} ends")
 
-        async def one(name, size, error=None):
-            with blocks.admitted(await blocks.admit(size)):
-                order.append(f"{name} begins")
-                await asyncio.sleep(0)
-                order.append(f"{name} ends")
-                if error is not None:
-                    raise error
-                blocks.note_done(size, name)
-
-        return await asyncio.gather(one("a", 6, ValueError("a")), one("b", 6), one("c", 6), return_exceptions=True)
-
-    assert [type(result) for result in asyncio.run(run())] == [ValueError, type(None), type(None)]
+    blocks = [Block(functools.partial(work, name), 6, 4, name) for name in "abc"]
+    asyncio.run(for_each_block(iter(blocks), 10, 12, lambda *said: seen.append(said)))
     assert order == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
-    assert seen == [(6, 12, "b"), (12, 12, "c")]
+    assert seen == [(4, 12, "a"), (8, 12, "b"), (12, 12, "c")]
+
+
+def test_the_first_failure_of_a_block_cancels_the_others():
+    begun = []
+
+    async def work(name):
+        begun.append(name)
+        if name == "b":
+            raise ValueError(name)
+        await asyncio.Event().wait()
+
+    blocks = (Block(functools.partial(work, name), 5, 5, name) for name in "abc")
+    with pytest.raises(ValueError, match="b"):
+        asyncio.run(for_each_block(blocks, 10))
+    assert begun == ["a", "b"]

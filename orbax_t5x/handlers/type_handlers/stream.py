@@ -10,33 +10,26 @@ compared with them; the checksums of the written blocks are computed in passing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import BlocksInFlight, LoopThread, await_to_end, reader_pool, run_in_pool, wait_all
+from orbax_t5x.concurrency import Block, LoopThread, await_to_end, for_each_block, reader_pool, run_in_pool
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View
-from orbax_t5x.lazy.box import box_shape, box_size, box_slices
-from orbax_t5x.lazy.chunks import ChunkPreferences, choose_chunk, grid_boxes
-from orbax_t5x.lazy.read import group_reads, read_all
+from orbax_t5x.lazy.box import box_size, box_slices
+from orbax_t5x.lazy.chunks import ChunkPreferences, block_bytes, chunk_of, grid_boxes
+from orbax_t5x.lazy.read import read_block
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.storage.limits import check_memory_limit
-from orbax_t5x.storage.memory import empty_array
-from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
+from orbax_t5x.text.progress_bar import Progress, check_progress, shown_progress
 
-_MIB = 1 << 20
-# Larger chunks make a restore of one shard of many decode too much, and leave room for few at a time within a limit;
-# smaller ones cost a write each.
-_CHUNK_BYTES = 16 * _MIB
-# Each chunk costs a commit of the database, some 10 ms where it is waited for: a limit of 64 bytes took 107 s for
-# 74 KiB. A chunk of this size is larger than such a limit, and is written by itself.
-LEAST_CHUNK_BYTES = _MIB
 # Copies of a block in memory, measured on data that does not compress: its buffer, TensorStore's copy of it, the
 # encoded bytes, and those again in the write to disk.
 COPIES_PER_BLOCK = 4
@@ -124,32 +117,38 @@ class ChunkWriter:
 
         When it raises, nothing is being written any more.
         """
+        stats = ReadStats("touched", self._limit)
         with shown_progress(self._progress, "saving") as on_progress:
-            run = _WriteRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums, self.snapshots)
-            await wait_all(self._writes(jobs, run))
+            total = sum(job.view.nbytes for job in jobs)
+            await for_each_block(self._blocks(jobs, stats), self._limit, total, on_progress)
         for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
-            await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
+            await leaf.verify_checksum(stats, stats.ranges(leaf))
 
-    async def _writes(self, jobs: Sequence[WriteJob], run: _WriteRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
-        """Yields the writing of each block of this process as soon as the budget has room for it."""
+    def _blocks(self, jobs: Sequence[WriteJob], stats: ReadStats) -> Iterator[Block]:
+        """Yields the writing of each block of this process."""
         processes = range(jax.process_count()) if self._processes is None else sorted(self._processes)
         for turn, job in enumerate(jobs):
-            chunk = self.chunk_of(job.view, job.chunks)
+            view, chunk = job.view, chunk_of(job.view, block_bytes(self._limit, COPIES_PER_BLOCK), job.chunks)
             output = job.output(chunk, job.context)
-            for index, box in enumerate(grid_boxes(job.view.shape, chunk)):
+            for index, box in enumerate(grid_boxes(view.shape, chunk)):
                 if processes[(turn + index) % len(processes)] == jax.process_index():
-                    yield run.write(job, output, box, await run.admit(job.view, box))
+                    work = functools.partial(self._write, job, output, box, stats)
+                    yield Block(work, memory_of_block(view, box), box_size(box) * view.dtype.itemsize, job.name)
 
-    def chunk_of(self, view: View, wishes: ChunkPreferences) -> tuple[int, ...]:
-        """Chooses the shape of the chunks that a view is stored in."""
-        limit = min(_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, self._limit // (2 * COPIES_PER_BLOCK)))
-        leaves = view.leaves()
-        like_source = len(leaves) == 1 and leaves[0].shape == view.shape
-        unit = leaves[0].chunks if like_source else None
-        if wishes.nbytes is not None:
-            # Chunks of the source may be larger than the preference.
-            limit, unit = min(limit, wishes.nbytes), None
-        return choose_chunk(view.shape, view.dtype.itemsize, limit, unit, cut_first=wishes.cut_first)
+    async def _write(self, job: WriteJob, output: BlockOutput, box: Box, stats: ReadStats) -> None:
+        out = await read_block(job.view.node, box, stats, self.snapshots)
+        if self._sums is not None:
+            crc = await run_in_pool(reader_pool(), array_crc, out)
+            self._sums.add(job.key, job.view.shape, out.dtype.name, box, crc)
+        try:
+            await output.write(box, out)
+        except Exception as error:
+            raise_as_checkpoint_error(error, job.path, leaf=job.name)
+
+
+def memory_of_block(view: View, box: Box) -> int:
+    """Returns the bytes of memory that reading and writing a box take."""
+    return COPIES_PER_BLOCK * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
 
 
 def _check_numbers(processes: Any) -> None:
@@ -174,19 +173,6 @@ def own_context(limit: int) -> ts.Context:
     )
 
 
-async def read_block(
-    view: View, box: Box, stats: ReadStats, snapshots: Mapping[Leaf, Leaf] | None = None
-) -> np.ndarray:
-    """Reads a box of a view into a new buffer; leaves in `snapshots` are read from these."""
-    out = empty_array(box_shape(box), view.dtype)
-    lowered = view.lower(box, out)
-    reads = group_reads(lowered.reads)
-    await read_all([((snapshots or {}).get(leaf, leaf), requests) for leaf, requests in reads], stats)
-    for finish in lowered.finish:
-        finish()
-    return out
-
-
 class TensorStoreArray(BlockOutput):
     """TensorStore array that a view is written to; opened with its first block."""
 
@@ -203,33 +189,3 @@ class TensorStoreArray(BlockOutput):
                 self._store = await await_to_end(opened)
         written = self._store[box_slices(box)].write(data, can_reference_source_data_indefinitely=True)
         await await_to_end(written)
-
-
-class _WriteRun:
-    """State of one run of a writer: the blocks in flight, and the read stats."""
-
-    def __init__(
-        self, limit: int, progress: OnProgress | None, total: int, sums: SaveSums | None, snapshots: Mapping[Leaf, Leaf]
-    ):
-        self._sums = sums
-        self._snapshots = snapshots
-        self.stats = ReadStats("touched", limit)
-        self._blocks = BlocksInFlight(limit, total, progress)
-
-    async def admit(self, view: View, box: Box) -> int:
-        """Waits until a block may begin, and returns the bytes that it takes."""
-        size = COPIES_PER_BLOCK * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
-        return await self._blocks.admit(size)
-
-    async def write(self, job: WriteJob, output: BlockOutput, box: Box, size: int) -> None:
-        """Reads one block and writes it."""
-        with self._blocks.admitted(size):
-            out = await read_block(job.view, box, self.stats, self._snapshots)
-            if self._sums is not None:
-                crc = await run_in_pool(reader_pool(), array_crc, out)
-                self._sums.add(job.key, job.view.shape, out.dtype.name, box, crc)
-            try:
-                await output.write(box, out)
-            except Exception as error:
-                raise_as_checkpoint_error(error, job.path, leaf=job.name)
-            self._blocks.note_done(out.nbytes, job.name)

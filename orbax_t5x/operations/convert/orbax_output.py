@@ -7,6 +7,7 @@ save. At the end Orbax itself writes metadata, strings and constants, and merges
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from orbax_t5x.concurrency import Budget, LoopThread, reader_pool, run_in_pool, wait_all
+from orbax_t5x.concurrency import Block, LoopThread, for_each_block, reader_pool, run_in_pool
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType, write_spec
@@ -30,6 +31,7 @@ from orbax_t5x.handlers.type_handlers.checksums import RunningSaves
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers, StreamedLeaf
 from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, TensorStoreArray, own_context
 from orbax_t5x.lazy.box import box_slices
+from orbax_t5x.lazy.chunks import block_bytes, chunk_of
 from orbax_t5x.operations.convert.journal import JournalEntry, journals
 from orbax_t5x.operations.convert.ocdbt_files import remove_lock_files, remove_other_keys, remove_unreferenced
 from orbax_t5x.operations.convert.output_format import (
@@ -69,6 +71,9 @@ _ONE_PROCESS = _only(0)
 class OrbaxFormat(OutputFormat):
     """An Orbax item."""
 
+    # By zstd. Weights become a tenth smaller; only constants become smaller than this.
+    most_compression = 20
+
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
         tree = with_sequences(_tree(plan), plan)
         if isinstance(tree, Mapping) and not tree:
@@ -79,7 +84,7 @@ class OrbaxFormat(OutputFormat):
         records = checked_lineage(plan.provenance)
         self._limit = memory_limit(writing.memory_limit_bytes)
         self._prepared = prepare_save(args, records, StreamingTypeTable(GlobalTypeHandlers()), deferred=True)
-        self.arrays: Sequence[PlannedArray] = list(_arrays(self._prepared))
+        self.arrays: Sequence[PlannedArray] = list(_arrays(self._prepared, block_bytes(self._limit, COPIES_PER_BLOCK)))
 
     def prepare(self, work: Path) -> None:
         databases = work / BLOCKS_DIRECTORY
@@ -110,18 +115,15 @@ class OrbaxFormat(OutputFormat):
         return durable
 
     async def _check(self, database: _Database, blocks: Mapping[PlannedBlock, int], durable: set[PlannedBlock]) -> None:
-        budget = Budget(self._limit)
-
         async def check(block: PlannedBlock, crc: int) -> None:
-            size = COPIES_PER_BLOCK * block.nbytes
-            await budget.take(size)
-            try:
-                if await database.crc(block) == crc:
-                    durable.add(block)
-            finally:
-                budget.give(size)
+            if await database.crc(block) == crc:
+                durable.add(block)
 
-        await wait_all(check(block, crc) for block, crc in blocks.items())
+        reads = (
+            Block(functools.partial(check, block, crc), COPIES_PER_BLOCK * block.nbytes, block.nbytes, block.array.name)
+            for block, crc in blocks.items()
+        )
+        await for_each_block(reads, self._limit)
         if durable:
             await remove_other_keys(
                 database.spec(next(iter(durable)).array)["kvstore"], database.context, _keys(durable)
@@ -244,12 +246,12 @@ def _keys(blocks: set[PlannedBlock]) -> set[str]:
     return keys
 
 
-def _arrays(prepared: PreparedSave) -> Iterator[PlannedArray]:
-    """Yields the streamed arrays of a tree."""
+def _arrays(prepared: PreparedSave, most: int) -> Iterator[PlannedArray]:
+    """Yields the streamed arrays of a tree, in chunks of `most` bytes if the source allows."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(prepared.tree)[0]:
         if isinstance(leaf, StreamedLeaf):
             key = ".".join(leaf_name((key,)) for key in path)
-            yield PlannedArray(leaf.name, key, leaf.view, leaf.writer.chunk_of(leaf.view, leaf.chunks))
+            yield PlannedArray(leaf.name, key, leaf.view, chunk_of(leaf.view, most, leaf.chunks))
 
 
 def _tree(plan: RestorePlan) -> Any:

@@ -69,9 +69,15 @@ class BlockStore(Protocol):
 
 
 class OutputFormat(Protocol):
-    """A plan's views as one format stores them; making one checks everything and writes nothing."""
+    """A plan's views as one format stores them; making one checks everything and writes nothing.
+
+    Attributes:
+      arrays: to write.
+      most_compression: how many times smaller than its data a checkpoint may become.
+    """
 
     arrays: Sequence[PlannedArray]
+    most_compression: int
 
     def prepare(self, work: Path) -> None:
         """Makes a work directory ready for blocks, whatever a killed conversion to this format left in it."""

@@ -7,15 +7,16 @@ more than was in memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import AsyncIterator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from orbax_t5x.concurrency import BlocksInFlight, reader_pool, run_in_pool, wait_all
-from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, BlockOutput, read_block
+from orbax_t5x.concurrency import Block, for_each_block, reader_pool, run_in_pool
+from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, BlockOutput, memory_of_block
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Leaf, ReadStats
+from orbax_t5x.lazy.read import read_block
 from orbax_t5x.operations.convert.journal import Journal, JournalEntry, SourceRange
 from orbax_t5x.operations.convert.output_format import BlockStore
 from orbax_t5x.operations.convert.partition import PlannedBlock
@@ -60,40 +61,35 @@ class BlockPipeline:
         When it raises, nothing is being written any more.
         """
         limit = min(self._limit, COPIES_PER_BLOCK * _bytes_in_flight(blocks))
-        in_flight = BlocksInFlight(limit, sum(block.nbytes for block in blocks), self._progress)
-        await wait_all(self._writes(blocks, in_flight))
+        total = sum(block.nbytes for block in blocks)
+        await for_each_block(self._writes(blocks), limit, total, self._progress)
 
-    async def _writes(
-        self, blocks: Sequence[PlannedBlock], in_flight: BlocksInFlight
-    ) -> AsyncIterator[Coroutine[Any, Any, None]]:
-        """Yields the writing of each block as soon as the budget has room for it."""
+    def _writes(self, blocks: Sequence[PlannedBlock]) -> Iterator[Block]:
+        """Yields the writing of each block, until another process has failed."""
         outputs: dict[str, BlockOutput] = {}
         for block in blocks:
             array = block.array
             if array.key not in outputs:
                 # The blocks of an array follow one another: those of the array before are in flight.
                 outputs = {array.key: self._store.output(array)}
-            size = await in_flight.admit(COPIES_PER_BLOCK * block.nbytes + array.view.scratch_bytes(block.box))
             if self._stop_file.exists():
                 return
-            yield self._write(block, outputs[array.key], size, in_flight)
+            work = functools.partial(self._write, block, outputs[array.key])
+            yield Block(work, memory_of_block(array.view, block.box), block.nbytes, array.name)
 
-    async def _write(self, block: PlannedBlock, output: BlockOutput, size: int, in_flight: BlocksInFlight) -> None:
-        with in_flight.admitted(size):
-            view = block.array.view
-            stats = self._stats.scoped()
+    async def _write(self, block: PlannedBlock, output: BlockOutput) -> None:
+        view = block.array.view
+        stats = self._stats.scoped()
+        with self._naming_failures(block):
+            crc = await _copied(block, output, stats)
+        if crc is None:
+            out = await read_block(view.node, block.box, stats)
+            crc = await run_in_pool(reader_pool(), array_crc, out)
             with self._naming_failures(block):
-                crc = await _copied(block, output, stats)
-            if crc is None:
-                out = await read_block(view, block.box, stats)
-                crc = await run_in_pool(reader_pool(), array_crc, out)
-                with self._naming_failures(block):
-                    await output.write(block.box, out)
-            with self._naming_failures(block):
-                await self._journal.add(
-                    JournalEntry(block.number, crc, self._read(view.leaves(), stats)), block.array, self._store.sync
-                )
-            in_flight.note_done(block.nbytes, block.array.name)
+                await output.write(block.box, out)
+        with self._naming_failures(block):
+            entry = JournalEntry(block.number, crc, self._read(view.leaves(), stats))
+            await self._journal.add(entry, block.array, self._store.sync)
 
     @contextlib.contextmanager
     def _naming_failures(self, block: PlannedBlock) -> Generator[None, None, None]:

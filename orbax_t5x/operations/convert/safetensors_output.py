@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsupportedCheckpointError
-from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
+from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK
 from orbax_t5x.lazy import View
-from orbax_t5x.lazy.chunks import ChunkPreferences
+from orbax_t5x.lazy.chunks import block_bytes, chunk_of
 from orbax_t5x.operations.convert import safetensors_layout
 from orbax_t5x.operations.convert.journal import JournalEntry
 from orbax_t5x.operations.convert.output_format import (
@@ -34,6 +34,7 @@ from orbax_t5x.operations.convert.safetensors_layout import (
     unsupported_reason,
 )
 from orbax_t5x.readers.box_sums import array_crc
+from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.targets import is_parameter_name
 from orbax_t5x.storage.durability import sync_directory, sync_path
@@ -51,6 +52,8 @@ _SHOWN_LEAVES = 10
 class SafetensorsFormat(OutputFormat):
     """Safetensors files."""
 
+    most_compression = 1
+
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
         views = {entry.name: entry.view for entry in plan.entries if entry.view is not None}
         if not views:
@@ -61,9 +64,9 @@ class SafetensorsFormat(OutputFormat):
         max_bytes = writing.max_file_bytes or safetensors_layout.MAX_FILE_BYTES
         self._files = safetensors_layout.plan_files(list(self._tensors.values()), max_bytes)
         self._beside = writing.beside or {}
-        chunk_of = ChunkWriter(writing.memory_limit_bytes).chunk_of
+        most = block_bytes(memory_limit(writing.memory_limit_bytes), COPIES_PER_BLOCK)
         self.arrays: Sequence[PlannedArray] = [
-            PlannedArray(name, name, kept[name], chunk_of(kept[name], ChunkPreferences()), file.name)
+            PlannedArray(name, name, kept[name], chunk_of(kept[name], most), file.name)
             for file in self._files
             for name in file.starts
         ]

@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from orbax_t5x.concurrency import BlocksInFlight, LoopThread, reader_pool, run_in_pool, wait_all
+from orbax_t5x.concurrency import Block, LoopThread, for_each_block, reader_pool, run_in_pool, wait_all
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View, full_box
-from orbax_t5x.lazy.box import box_shape, box_size
-from orbax_t5x.lazy.chunks import choose_chunk, grid_boxes
-from orbax_t5x.lazy.read import group_reads, read_all
+from orbax_t5x.lazy.box import box_size
+from orbax_t5x.lazy.chunks import block_bytes, choose_chunk, grid_boxes, stored_chunk
+from orbax_t5x.lazy.read import read_block
 from orbax_t5x.operations.diff.values import Tolerance, ValueDifference, compare_values, scratch_bytes
-from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 from orbax_t5x.text.progress_bar import OnProgress
 
 Side = Literal["a", "b"]
 
-# Of each side, at a time. Larger ones compare no faster; smaller ones cost a read each.
-_BLOCK_BYTES = 16 << 20
-# Fraction of the limit for one buffer, so that several blocks are in flight: two buffers are an eighth.
-_BLOCK_FRACTION = 16
-_LEAST_BLOCK_BYTES = 1 << 20
+# Buffers of a block: so that several blocks are in flight, two take an eighth of the limit.
+_COPIES = 8
 
 
 class LeafPair(NamedTuple):
@@ -47,9 +43,19 @@ class LeafPair(NamedTuple):
         return ("a", self.a), ("b", self.b)
 
     @property
-    def bytes_to_read(self) -> int:
-        """Of both sides, decoded."""
-        return self.a.nbytes + self.b.nbytes
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part that is compared, without what both sides only repeat."""
+        repeated = set(_repeated(self.a)).intersection(_repeated(self.b))
+        return tuple(1 if axis in repeated else size for axis, size in enumerate(self.a.shape))
+
+    @property
+    def repeats(self) -> int:
+        """Number of times that each element of that part is in the arrays."""
+        return math.prod(self.a.shape) // max(1, math.prod(self.shape))
+
+    def bytes_of(self, box: Box) -> int:
+        """Returns the bytes of a box of both sides, decoded."""
+        return box_size(box) * (self.a.dtype.itemsize + self.b.dtype.itemsize)
 
 
 class PairOutcome:
@@ -88,44 +94,38 @@ class _BlockComparison:
         self._tolerance = tolerance
         self._limit = limit
         self._stats = stats
-        self._in_flight = BlocksInFlight(limit, sum(pair.bytes_to_read for pair in pairs), on_progress)
+        self._on_progress = on_progress
 
     async def compare_all(self) -> None:
-        await wait_all(self._blocks())
+        total = sum(pair.bytes_of(full_box(pair.shape)) for pair in self._pairs)
+        await for_each_block(self._blocks(), self._limit, total, self._on_progress)
         await self._verify_checksums()
 
-    async def _blocks(self) -> AsyncIterator[Coroutine[Any, Any, None]]:
-        """Yields the comparison of each block of each pair, as soon as the budget has room for it."""
+    def _blocks(self) -> Iterator[Block]:
+        """Yields the comparison of each block of each pair."""
         for pair in self._pairs:
-            for box in block_boxes(pair.a, pair.b, self._limit):
-                yield self._block(pair, box, await self._in_flight.admit(_bytes_in_flight(pair, box)))
+            for box in block_boxes(pair, self._limit):
+                memory = pair.bytes_of(box) + scratch_bytes(box_size(box))
+                memory += sum(view.scratch_bytes(box) for _, view in pair.sides)
+                yield Block(partial(self._compare, pair, box), memory, pair.bytes_of(box), pair.name)
 
-    async def _block(self, pair: LeafPair, box: Box, size: int) -> None:
+    async def _compare(self, pair: LeafPair, box: Box) -> None:
         outcome = self.outcomes[pair.name]
-        with self._in_flight.admitted(size):
+        if outcome.failure is None:
+            buffers: dict[Side, np.ndarray] = {}
+            await wait_all(self._read(outcome, side, view, box, buffers) for side, view in pair.sides)
             if outcome.failure is None:
-                buffers: dict[Side, np.ndarray] = {}
-                await wait_all(self._read(outcome, side, view, box, buffers) for side, view in pair.sides)
-                if outcome.failure is None:
-                    corner = tuple(start for start, _ in box)
-                    values = buffers["a"], buffers["b"]
-                    apart = await run_in_pool(reader_pool(), compare_values, *values, corner, self._tolerance)
-                    outcome.apart = outcome.apart.joined(apart)
-            self._in_flight.note_done(box_size(box) * (pair.a.dtype.itemsize + pair.b.dtype.itemsize), pair.name)
+                corner = tuple(start for start, _ in box)
+                values = buffers["a"], buffers["b"]
+                apart = await run_in_pool(reader_pool(), compare_values, *values, corner, self._tolerance)
+                outcome.apart = outcome.apart.joined(apart.repeated(pair.repeats))
 
     async def _read(
         self, outcome: PairOutcome, side: Side, view: View, box: Box, buffers: dict[Side, np.ndarray]
     ) -> None:
         """Reads a box of one side; a failure is noted."""
-        first = view.leaves()[0]
         try:
-            with naming_memory_errors(first.path, first.name):
-                out = empty_array(box_shape(box), view.dtype)
-                lowered = view.lower(box, out)
-            await read_all(group_reads(lowered.reads), self._stats)
-            if lowered.finish:
-                await run_in_pool(reader_pool(), partial(_run_steps, lowered.finish))
-            buffers[side] = out
+            buffers[side] = await read_block(view.node, box, self._stats)
         except CheckpointError as error:
             outcome.failure = outcome.failure or (side, error)
 
@@ -146,49 +146,38 @@ class _BlockComparison:
                     outcome.failure = outcome.failure or (side, error)
 
 
-def _run_steps(steps: Sequence[Any]) -> None:
-    for step in steps:
-        step()
-
-
-def _bytes_in_flight(pair: LeafPair, box: Box) -> int:
-    buffers = box_size(box) * (pair.a.dtype.itemsize + pair.b.dtype.itemsize)
-    return buffers + pair.a.scratch_bytes(box) + pair.b.scratch_bytes(box) + scratch_bytes(box_size(box))
-
-
 # -- which boxes
 
 
-def block_boxes(a: View, b: View, limit: int) -> Iterator[Box]:
-    """Yields the boxes, together the whole, in which two arrays of one shape are compared within `limit` bytes."""
-    shape = a.shape
+def block_boxes(pair: LeafPair, limit: int) -> Iterator[Box]:
+    """Yields the boxes, together the part to compare, in which a pair is compared within `limit` bytes."""
+    a, b, shape = pair.a, pair.b, pair.shape
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
-    most = min(_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, limit // _BLOCK_FRACTION))
+    most = block_bytes(limit, _COPIES)
     is_text = a.dtype.hasobject  # an array of strings is read whole, whatever is wanted of it
     if is_text or 0 in shape or math.prod(shape) * itemsize <= most:
         yield full_box(shape)
         return
-    candidates = dict.fromkeys(_block_shapes(a, b, itemsize, most))
+    candidates = dict.fromkeys(_block_shapes(pair, itemsize, most))
     yield from grid_boxes(shape, min(candidates, key=lambda block: _decoded_share(a, b, block)))
 
 
-def _block_shapes(a: View, b: View, itemsize: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Shapes of blocks, of which the first that decodes least is taken."""
-    shape = a.shape
+def _repeated(view: View) -> tuple[int, ...]:
+    """Returns the dimensions along which a view is one stored leaf whose elements are all the same."""
+    return () if view.leaf is None else view.leaf.repeated
+
+
+def _block_shapes(pair: LeafPair, itemsize: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Yields shapes of blocks, of which the first that decodes least is taken."""
+    shape = pair.shape
     axes = range(len(shape))
-    units = [unit for unit in (_unit(a), _unit(b)) if unit is not None]
+    units = [unit for unit in (stored_chunk(pair.a), stored_chunk(pair.b)) if unit is not None]
     if len(units) == 2:
         both = tuple(min(size, math.lcm(one, other)) for size, one, other in zip(shape, *units, strict=True))
         if math.prod(both) * itemsize <= most:
             units.insert(0, both)
     for unit, first in itertools.product([*units, None], [(), *((axis,) for axis in axes)]):
         yield choose_chunk(shape, itemsize, most, unit, cut_first=first)
-
-
-def _unit(view: View) -> tuple[int, ...] | None:
-    """Returns the chunk shape of a view's only leaf if the view has that leaf's shape, or else None."""
-    leaves = view.leaves()
-    return leaves[0].chunks if len(leaves) == 1 and leaves[0].shape == view.shape else None
 
 
 def _decoded_share(a: View, b: View, block: tuple[int, ...]) -> float:

@@ -63,6 +63,10 @@ class ValueDifference:
     absolute: LargestDifference | None = None
     relative: LargestDifference | None = None
 
+    def repeated(self, times: int) -> ValueDifference:
+        """Counts each element several times."""
+        return dataclasses.replace(self, differing=self.differing * times, one_nan=self.one_nan * times)
+
     def joined(self, other: ValueDifference) -> ValueDifference:
         """Joins the differences of two boxes of one array."""
         return ValueDifference(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.handlers.type_handlers import stream
+from orbax_t5x.lazy import chunks
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 from tests.support.saving import data_files, stock
 
@@ -25,12 +25,12 @@ def test_streamed_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
         st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(bool), np.dtype(ml_dtypes.int4)])
     )
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))  # each chunk waits for a disk
-    chunks = tuple(data.draw(st.integers(1, size)) for size in shape) if data.draw(st.booleans()) else None
+    stored = tuple(data.draw(st.integers(1, size)) for size in shape) if data.draw(st.booleans()) else None
     array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
-    leaf = AwaitedLeaf("w", array, chunks)
+    leaf = AwaitedLeaf("w", array, stored)
     directory = tmp_path_factory.mktemp("c") / "out"
     limit = data.draw(st.integers(1, 4000))
-    with mock.patch.object(stream, "LEAST_CHUNK_BYTES", 1):
+    with mock.patch.object(chunks, "LEAST_BLOCK_BYTES", 1):
         ot.convert(checkpoint({"w": leaf, "v": array[..., None]}), directory, memory_limit_bytes=limit)
     restored = stock(directory)
     assert restored["w"].dtype == dtype
@@ -41,7 +41,7 @@ def test_streamed_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
 
 @pytest.mark.slow
 def test_lazy_leaves_save_through_a_manager_in_the_background(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "LEAST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "LEAST_BLOCK_BYTES", 1)
     source = checkpoint({"w": np.arange(4096.0).reshape(64, 64), "v": np.ones(3, np.float32)}, AwaitedLeaf)
     state = {"params": {**source.tree(), "here": jnp.ones(2)}}
     with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:

@@ -6,8 +6,7 @@ from safetensors.numpy import load_file
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError
-from orbax_t5x.handlers.type_handlers import stream
-from orbax_t5x.lazy import LazyThreadPoolArray
+from orbax_t5x.lazy import LazyThreadPoolArray, chunks
 from orbax_t5x.operations.convert import pipeline
 from orbax_t5x.operations.convert.journal import Journal
 from orbax_t5x.operations.convert.safetensors_layout import SINGLE_NAME as FILE
@@ -22,7 +21,7 @@ MIB = 1 << 20
 
 
 def test_get_fn_arrays_are_read_once_whatever_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "LEAST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "LEAST_BLOCK_BYTES", 1)
     calls = []
     array = np.arange(50_000, dtype=np.int32).reshape(100, 500)
 
@@ -56,11 +55,16 @@ def test_a_limit_below_a_mebibyte_cuts_no_leaf_smaller_than_that_and_warns(tmp_p
 @pytest.mark.parametrize(("rows", "expected"), [(64, 8 * MIB), (1, 4 * MIB)])
 def test_memory_follows_blocks_and_not_arrays(tmp_path, monkeypatch, rows, expected):
     """An array of many blocks takes the memory of some; the values are those of one block."""
-    monkeypatch.setattr(stream, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(chunks, "MOST_BLOCK_BYTES", MIB)
     monkeypatch.setattr(pipeline, "_LEAST_IN_FLIGHT", 0)
     monkeypatch.setattr(pipeline, "_MOST_LARGE_BLOCKS", 2)
-    limits, begin = [], pipeline.BlocksInFlight
-    monkeypatch.setattr(pipeline, "BlocksInFlight", lambda limit, *rest: limits.append(limit) or begin(limit, *rest))
+    limits, begin = [], pipeline.for_each_block
+
+    def noted(blocks, limit, *rest):
+        limits.append(limit)
+        return begin(blocks, limit, *rest)
+
+    monkeypatch.setattr(pipeline, "for_each_block", noted)
     array = np.arange(rows << 18, dtype=np.float32).reshape(rows, 1 << 18)
     ot.convert(checkpoint({"w": array}), tmp_path / "out")
     assert limits == [expected]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, RestorePlanError, UnsupportedCheckpointError
-from orbax_t5x.handlers.type_handlers import stream
+from orbax_t5x.lazy import chunks
 from orbax_t5x.operations.convert import safetensors_layout
 from tests.support.conversions import GOLDENS, names_in
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
@@ -78,12 +78,12 @@ def test_views_are_written_as_numpy_has_them(tmp_path):
 def test_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
     dtype = data.draw(st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(bool)]))
     shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=3)))
-    chunks = tuple(data.draw(st.integers(1, max(1, size))) for size in shape) if data.draw(st.booleans()) else None
+    stored = tuple(data.draw(st.integers(1, max(1, size))) for size in shape) if data.draw(st.booleans()) else None
     array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
-    source = checkpoint({"w": AwaitedLeaf("w", array, chunks), "v": array.T})
+    source = checkpoint({"w": AwaitedLeaf("w", array, stored), "v": array.T})
     directory = tmp_path_factory.mktemp("c") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "LEAST_CHUNK_BYTES", 1)
+        patch.setattr(chunks, "LEAST_BLOCK_BYTES", 1)
         limit = data.draw(st.integers(1, 4000))
         ot.convert(source, directory, format="safetensors", memory_limit_bytes=limit)
     loaded = safetensors.numpy.load_file(directory / "model.safetensors")

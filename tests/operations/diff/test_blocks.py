@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.lazy import LazyThreadPoolArray, as_view, box_slices, stack
-from orbax_t5x.operations.diff import blocks as diff_blocks
-from orbax_t5x.operations.diff.blocks import block_boxes
+from orbax_t5x.lazy import LazyThreadPoolArray, as_view, box_slices, chunks, stack
+from orbax_t5x.operations.diff.blocks import LeafPair, block_boxes
+from tests.support import torch_files
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint
 
 MIB = 1 << 20
 
 
 def small_blocks(patch, nbytes):
-    patch.setattr(diff_blocks, "_LEAST_BLOCK_BYTES", nbytes)
-    patch.setattr(diff_blocks, "_BLOCK_BYTES", nbytes)
+    patch.setattr(chunks, "LEAST_BLOCK_BYTES", nbytes)
+    patch.setattr(chunks, "MOST_BLOCK_BYTES", nbytes)
 
 
 @st.composite
@@ -47,8 +47,8 @@ def chunked(draw):
 @given(chunked(), st.sampled_from([8, 64, 400]))
 def test_blocks_make_up_the_whole(given, nbytes):
     """Against NumPy on whole arrays; each element is read once, and no chunk is cut without need."""
-    a, b, chunks = given
-    leaves = [AwaitedLeaf("w", array, chunk) for array, chunk in zip((a, b), chunks, strict=True)]
+    a, b, stored = given
+    leaves = [AwaitedLeaf("w", array, chunk) for array, chunk in zip((a, b), stored, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         small_blocks(patch, nbytes)
         (found,) = ot.diff(checkpoint({"w": leaves[0]}), checkpoint({"w": leaves[1]}), memory_limit_bytes=1).leaves
@@ -64,8 +64,8 @@ def test_blocks_make_up_the_whole(given, nbytes):
         for box in leaf.boxes:
             counts[box_slices(box)] += 1
         assert (counts == 1).all()
-    for leaf, chunk in zip(leaves, chunks, strict=True):
-        if chunk is not None and all(other in (None, chunk) for other in chunks):
+    for leaf, chunk in zip(leaves, stored, strict=True):
+        if chunk is not None and all(other in (None, chunk) for other in stored):
             assert all(start % step == 0 for box in leaf.boxes for (start, _), step in zip(box, chunk, strict=True))
 
 
@@ -82,7 +82,7 @@ def test_stacked_layers_are_cut_between_layers(monkeypatch):
     small_blocks(monkeypatch, 600)
     layers = [AwaitedLeaf(str(n), np.full((8, 16), n, np.float32), (8, 16)) for n in range(6)]
     both = [stack([as_view(layer) for layer in layers], 1), as_view(np.zeros((8, 6, 16), np.float32))]
-    boxes = list(block_boxes(*both, 1))
+    boxes = list(block_boxes(LeafPair("w", *both), 1))
     assert len(boxes) == 6 and {tuple(stop - start for start, stop in box) for box in boxes} == {(8, 1, 16)}
 
 
@@ -90,7 +90,7 @@ def test_chunks_of_both_sides_are_decoded_once(monkeypatch):
     small_blocks(monkeypatch, 4096)
     a = AwaitedLeaf("w", np.zeros((120, 30), np.float32), (20, 10))
     b = AwaitedLeaf("w", np.zeros((120, 30), np.float32), (30, 30))
-    boxes = list(block_boxes(as_view(a), as_view(b), 1))
+    boxes = list(block_boxes(LeafPair("w", as_view(a), as_view(b)), 1))
     assert len(boxes) > 1
     assert touched(b, boxes) == 4 and touched(a, boxes) <= 24  # 18, and a row of them once more at most
 
@@ -151,3 +151,16 @@ def test_progress_counts_both_sides():
     calls = []
     ot.diff(one, one, progress=lambda *call: calls.append(call))
     assert sorted(total for _, total, _ in calls) == [154, 154] and max(done for done, _, _ in calls) == 154
+
+
+def test_an_expanded_array_is_read_once(tmp_path):
+    """PyTorch stores an expanded tensor as one element at strides of 0: a tebibyte in a file of 500 bytes."""
+    huge, values = (2, 1 << 40), np.array([1.0, np.nan], np.float32)
+    for name, first in (("a", values), ("b", values + 1)):
+        pickled = torch_files.pickled({"w": torch_files.SavedTensor("0", "float32", 2, 0, huge, (1, 0))})
+        (tmp_path / f"{name}.bin").write_bytes(torch_files.archive(pickled, {"0": first.tobytes()}))
+    assert ot.diff(tmp_path / "a.bin", tmp_path / "a.bin").equal
+    report = ot.diff(tmp_path / "a.bin", tmp_path / "b.bin")
+    (leaf,) = report.leaves
+    assert (leaf.differing, leaf.size, leaf.absolute.index) == (1 << 40, 1 << 41, (0, 0))
+    assert report.bytes_read == 16
