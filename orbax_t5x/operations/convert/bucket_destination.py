@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.operations.convert.destination import (
     Destination,
     check_apart_by_name,
@@ -37,14 +37,18 @@ from orbax_t5x.readers.orbax.steps import COMMIT_FILE
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.opening import opening
-from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.remote.buckets import GS, S3, open_kvstore
-from orbax_t5x.storage.remote.request_errors import remote_error
+from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
+from orbax_t5x.storage.remote.transport import REQUEST_SETTINGS
+from orbax_t5x.storage.remote.urls import kvstore_spec, parse_url, plain_url
+from orbax_t5x.storage.strict_json import parse_object
+from orbax_t5x.text.wording import plain
 
 _logger = logging.getLogger(__name__)
 
 # Uploads under way at a time.
 _UPLOADS_AT_ONCE = 32
+# Far above the names of the files of any checkpoint. The object may be another writer's.
+_MOST_MARKER_BYTES = 16 << 20
 # A file is in memory three times while TensorStore sends it.
 _COPIES = 3
 
@@ -114,8 +118,8 @@ class BucketDestination(Destination):
                 found, _ = self._read_marker()
         if found is not None and found.owner != mine.owner:
             raise CheckpointIOError(
-                f"another conversion, on {found.host}, writes to it, or was killed; if none runs, remove the object "
-                f"{self._marker_key!r} from the bucket, and what it names",
+                f"another conversion, on {plain(found.host)}, writes to it, or was killed; if none runs, remove the "
+                f"object {self._marker_key!r} from the bucket, and what it names",
                 path=self.name,
                 errno=errno.EBUSY,
             )
@@ -194,17 +198,27 @@ class BucketDestination(Destination):
     # -- the marker
 
     def _read_marker(self) -> tuple[_Marker | None, bytes]:
-        """Reads the marker; returns it, or None where there is none, with its generation."""
-        read = self._do("reading the mark of a conversion", self._bucket.read(self._marker_key))
+        """Reads the marker, or None, with its generation."""
+        doing = "reading the mark of a conversion"
+        read = self._bucket.read(self._marker_key, byte_range=slice(_MOST_MARKER_BYTES, _MOST_MARKER_BYTES + 1))
+        try:
+            is_small = read.result().state == "missing"
+        except ValueError as error:
+            is_small = is_beyond_end(error)
+            if not is_small:
+                raise remote_error(error, doing, path=self.name) from error
+        if is_small:
+            read = self._bucket.read(self._marker_key)
+        read = self._do(doing, read)
         if read.state != "value":
             return None, read.stamp.generation
         try:
-            fields = json.loads(read.value)
+            fields = parse_object(read.value, self.name)
             texts = [fields["owner"], fields["host"], *fields["names"], *fields["replaced"]]
             if not all(isinstance(text, str) for text in texts):
                 raise TypeError("not text")
             marker = _Marker(fields["owner"], fields["host"], list(fields["names"]), list(fields["replaced"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (CheckpointError, KeyError, TypeError) as error:
             message = f"the object {self._marker_key!r} beside it is not of a conversion; it is left as it is"
             raise CheckpointIOError(message, path=self.name, errno=errno.EBUSY) from error
         return marker, read.stamp.generation

@@ -9,7 +9,9 @@ the next barrier, and leaves a file that stops the others before it. All process
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -127,6 +129,8 @@ class ConversionJob:
             work.empty()
             found = {}
         (work.path / STOP_FILE).unlink(missing_ok=True)
+        noted = {entry.block for entries in found.values() for entry in entries or ()}
+        self._check_space(work.path, sum(block.nbytes for block in self._blocks if block.number not in noted))
         self._format.prepare(work.path)
         for number, entries in found.items():
             self._keep(work.path, number, entries or [])
@@ -145,6 +149,20 @@ class ConversionJob:
         self._entries |= {block.number: mine[block] for block in good}
         if good:
             self._numbers.add(number)
+
+    def _check_space(self, work: Path, nbytes: int) -> None:
+        """Refuses to begin if the disk will be full before the end; a file may claim any size for one element."""
+        disk = os.statvfs(work)
+        free = disk.f_bavail * disk.f_frsize
+        most = self._format.most_compression
+        if disk.f_blocks and nbytes > free * most:
+            compressed = f", and compression makes data {most} times smaller at most" if most > 1 else ""
+            raise CheckpointIOError(
+                f"{size_text(nbytes)} are to be written, but {size_text(free)} are free in {work.parent}{compressed}",
+                path=self._destination.name,
+                errno=errno.ENOSPC,
+                fix=Fix("free space there, take another destination, or drop large leaves by a transform"),
+            )
 
     # -- what every process does
 

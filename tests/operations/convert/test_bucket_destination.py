@@ -11,6 +11,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.operations.convert import bucket_destination
 from orbax_t5x.operations.convert.bucket_destination import BucketDestination
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from tests.support.amazon_store import amazon_store
@@ -159,11 +160,31 @@ def test_a_destination_in_use_is_refused(bucket, source, tmp_path):
 
 
 def test_a_mark_that_is_no_conversions_is_left(bucket, source):
-    for data in (b"", b"[]", b'{"owner": 1, "host": "h", "names": [], "replaced": []}'):
+    deep = b'{"owner": ' + b"[" * 200_000
+    for data in (b"", b"[]", b'{"owner": 1, "host": "h", "names": [], "replaced": []}', deep):
         bucket.write(".c.orbax-t5x-convert", data)
         with pytest.raises(CheckpointIOError, match="it is left as it is"):
             ot.convert(source, "s3://bucket/c")
         assert bucket.read(".c.orbax-t5x-convert") == data and len(bucket.names()) == 1
+
+
+def test_a_mark_of_any_size_is_not_read_whole(bucket, source, monkeypatch):
+    sizes, parse = [], bucket_destination.parse_object
+    monkeypatch.setattr(
+        bucket_destination, "parse_object", lambda data, path: sizes.append(len(data)) or parse(data, path)
+    )
+    mark = {"owner": "o", "host": "x" * (17 << 20), "names": [], "replaced": []}
+    bucket.write(".c.orbax-t5x-convert", json.dumps(mark).encode())
+    with pytest.raises(CheckpointIOError, match="it is left as it is"):
+        ot.convert(source, "s3://bucket/c")
+    assert sizes == [1]
+
+
+def test_a_host_in_a_mark_moves_no_cursor(bucket, source):
+    mark = {"owner": "o", "host": "evil\x1b]0;x\x07\nFix: rm", "names": [], "replaced": []}
+    bucket.write(".c.orbax-t5x-convert", json.dumps(mark).encode())
+    with pytest.raises(CheckpointIOError, match=r"on evil\\x1b\]0;x\\x07\\nFix: rm, writes"):
+        ot.convert(source, "s3://bucket/c")
 
 
 def test_an_error_before_the_upload_leaves_nothing(bucket, source, tmp_path):

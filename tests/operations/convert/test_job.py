@@ -1,5 +1,6 @@
 """Two processes convert together: each writes its share, and they end alike."""
 
+import errno
 import json
 import shutil
 
@@ -9,7 +10,9 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointIOError
 from tests.robustness.killed_conversions import arrays
+from tests.support import torch_files
 from tests.support.bundle_writer import bundle_of
 from tests.support.jax_job import run_module, run_processes
 
@@ -83,3 +86,14 @@ def test_what_both_left_is_gone_on_with(folder, told):
 def test_nothing_is_left_beside(folder):
     names = {path.name for path in folder.iterdir()}
     assert names == {"source", "damaged", "orbax", "safetensors", "left", "told_0", "told_1"}
+
+
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+def test_more_than_the_disk_can_hold_is_refused_before_the_first_block(tmp_path, format):
+    """An expanded tensor of PyTorch: 64 tebibytes in a file of 500 bytes."""
+    pickled = torch_files.pickled({"w": torch_files.SavedTensor("0", "float32", 1, 0, (1 << 44,), (0,))})
+    (tmp_path / "w.bin").write_bytes(torch_files.archive(pickled, {"0": b"\0\0\x80?"}))
+    with pytest.raises(CheckpointIOError, match=r"64.0 TiB are to be written, but .* free in") as caught:
+        ot.convert(tmp_path / "w.bin", tmp_path / "new" / "out", format=format)
+    assert caught.value.errno == errno.ENOSPC and caught.value.fix is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["w.bin"]
