@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -40,24 +40,23 @@ def run(options: argparse.Namespace) -> int:
         target = mapping.target()
         chain = mapping.transforms(source, target)
         report = convert_for(target, source, options.destination, chain, plan_options(options), writing)
-    rules = [transform.describe() for transform in chain]
     if options.json:
         said = dataclasses.asdict(report)
         said["skipped"] = {name: array_text(dtype, shape) for name, (shape, dtype) in report.skipped.items()}
-        print_json({"source": source.path, "rules": rules, **said})
+        print_json({"source": source.path, **said})
     else:
         print_text(str(report))
-        for line in _about_names(report, rules, writing):
+        for line in _about_names(report, writing):
             print_text(plain(line))
     return 0
 
 
-def _about_names(report: ConvertReport, rules: Sequence[str], writing: WriteOptions) -> list[str]:
+def _about_names(report: ConvertReport, writing: WriteOptions) -> list[str]:
     """Describes the result's names.
 
     For Hugging Face's names it adds the files that are needed beside the result.
     """
-    lines = [f"mapped by {', '.join(rules)}" if rules else "names, shapes and dtypes are the source's"]
+    lines = [f"mapped by {', '.join(report.rules)}" if report.rules else "names, shapes and dtypes are the source's"]
     with open_checkpoint(report.destination) as written:
         layout = find_layout(written.leaves).kind
     if layout == "minimal" and writing.format == "safetensors":

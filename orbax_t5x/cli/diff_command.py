@@ -31,6 +31,8 @@ def run(options: argparse.Namespace) -> int:
             values=options.values == "yes",
             atol=options.atol,
             rtol=options.rtol,
+            only=options.only or (),
+            strict=options.strict,
             memory_limit_bytes=options.memory_limit,
             progress=None if options.json else "bar",
             is_resuming=resuming_argument(options.resuming),

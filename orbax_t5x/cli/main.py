@@ -252,6 +252,18 @@ def _add_diff(commands) -> None:
     parser.add_argument(
         "--values", choices=("yes", "no"), default="yes", help="no: only names, shapes and dtypes (default: yes)"
     )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="PATTERN",
+        help="of leaves with such a whole name; may be given several times",
+    )
+    parser.add_argument(
+        "--strict",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="--no-strict: leaves that only one side has are shown, and are no difference",
+    )
     _add_tolerances(parser, 0.0, "elements are equal where |a - b| <= atol + rtol * |b|")
     _add_memory_limit(parser)
 

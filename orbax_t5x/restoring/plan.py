@@ -226,6 +226,7 @@ class RestorePlan:
       is_fill_expected: whether the caller named the leaves that the fallback may fill (`fallback_for`).
       found_rules: the transforms that `"auto"` found; `print(plan)` shows them as code to paste.
       report: after `execute`, what was read and checked.
+      is_resuming: whether the transforms count as applied before, so that they were not applied again.
       decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
         `broadcast.schedule.decisions_of` decides by the shardings.
 
@@ -263,6 +264,7 @@ class RestorePlan:
         self.found_rules: tuple[AnyTransform, ...] = tuple(found_rules)
         self.report: RestoreReport | None = None
         self.decisions: Mapping[str, Any] | None = None
+        self.is_resuming = False
 
     def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """Takes the provenance from a function, which is called where it is first used."""

@@ -158,6 +158,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         is_fill_expected=options.fallback_for is not None,
         found_rules=found,
     )
+    plan.is_resuming = resuming
     if found and plan.filled and not plan.is_fill_expected:
         if problems := _partial_rules(plan, found):
             raise diagnostics.error(problems, path=inputs.sources.path)

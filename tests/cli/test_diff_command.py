@@ -103,3 +103,21 @@ def test_a_terminal_is_not_moved_by_names(tmp_path, capsys):
     safetensors.numpy.save_file({"b": np.ones(3, np.float32)}, tmp_path / "two" / "model.safetensors")
     code, out, _ = run(capsys, tmp_path / "one", tmp_path / "two")
     assert code == 1 and "\x1b" not in out
+
+
+def test_leaves_of_one_side_and_some_names(tmp_path, capsys):
+    """A model beside a checkpoint with its optimizer."""
+    model = {"params/w": np.ones(3, np.float32), "params/v": np.zeros(2, np.float32)}
+    safetensors.numpy.save_file(model, tmp_path / "a.safetensors")
+    safetensors.numpy.save_file({**model, "opt/mu": np.ones(3, np.float32)}, tmp_path / "b.safetensors")
+    both = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    code, out, _ = run(capsys, *both)
+    assert code == 1 and "only in b" in out
+    code, out, _ = run(capsys, *both, "--no-strict")
+    assert code == 0 and "1 leaf only in b" in out and "2 leaves equal" in out
+    code, out, _ = run(capsys, *both, "--only", "params/.*")
+    assert code == 0 and "opt/mu" not in out and "2 leaves equal" in out
+    assert run(capsys, *both, "--only", "params/w", "--only", "opt/.*")[0] == 1
+    assert run(capsys, *both, "--only", "opt/.*", "--no-strict")[0] == 1  # nothing was compared
+    code, _, error = run(capsys, *both, "--only", "(")
+    assert code == 1 and "no regular expression" in error

@@ -37,9 +37,9 @@ from orbax_t5x.readers.orbax.steps import COMMIT_FILE
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.opening import opening
+from orbax_t5x.storage.paths import url_scheme
+from orbax_t5x.storage.remote.buckets import GS, S3, open_kvstore
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
-from orbax_t5x.storage.remote.transport import REQUEST_SETTINGS
-from orbax_t5x.storage.remote.urls import kvstore_spec, parse_url, plain_url
 from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.text.wording import plain
 

@@ -42,6 +42,7 @@ from orbax_t5x.storage.limits import check_memory_limit
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import size_text
+from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.trees.narrow import check_flag
 
 _logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def convert(
       dtype: for the floating-point model parameters (under `target/` or `params/`); everything else keeps its own.
         Safetensors files without such names hold only model parameters.
       overwrite: replace a checkpoint of that format (or an empty directory) that is there; nothing else is ever
-        replaced. On Linux, and most file systems, the two are exchanged in one step.
+        replaced. Between two renames nothing is there; a kill in that moment is mended by the next conversion.
       memory_limit_bytes: host memory of a process for data in flight, 256 MiB by default. Arrays are written in blocks
         of one chunk: an eighth of the limit, 1 MiB at least and 16 MiB at most, or a chunk of the source, which is
         never cut. A block takes four times its size; one that takes more than the limit is written by itself.
@@ -155,19 +156,21 @@ def _convert(
     agreement = Agreement(PRIMARY, destination, "conversion", sends_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
         _check_options(writing)
+        chain = chain_of(transforms)
         place = _destination(destination)
         writing = place.options(writing)
         place.check(writing)
         caller = Caller("convert", agreement.records, keeps_lineage=True)
-        plan = _plan(source, target, transforms, options, writing.on_unsupported, caller, stack)
+        plan = _plan(source, target, chain, options, writing.on_unsupported, caller, stack)
         for checkpoint in plan.checkpoints.values():
             place.check_apart(checkpoint)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
         with _typed(place.name):
             written = ConversionJob(plan, place, writing, agreement).run(cleanup, on_progress)
     seconds = time.monotonic() - started
+    rules = () if plan.is_resuming else tuple(map(describe_transform, chain))
     return ConvertReport(
-        place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes
+        place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes, rules
     )
 
 
@@ -227,7 +230,7 @@ def _check_options(writing: WriteOptions) -> None:
 def _plan(
     source: AnySource,
     target: Any,
-    transforms: Any,
+    chain: tuple[Any, ...],
     options: RestoreOptions,
     on_unsupported: str,
     caller: Caller,
@@ -235,7 +238,6 @@ def _plan(
 ) -> RestorePlan:
     """Plans a restore of everything in the source; the stack closes what was opened here."""
     announce_exit()
-    chain = chain_of(transforms)
     sources = open_sources(source, options, stack)
     if on_unsupported == "skip":
         replaced = {name: _with_placeholders(checkpoint) for name, checkpoint in sources.checkpoints.items()}

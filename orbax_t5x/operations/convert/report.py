@@ -21,6 +21,7 @@ class ConvertReport:
       skipped: (shape, dtype name) of the leaves that were left out because the format cannot store them, by name.
       kept_bytes: how many of the bytes an earlier conversion had written before it was killed; they were verified and
         not written again.
+      rules: the transforms that were applied, as text; none that the source's record has already.
     """
 
     destination: str
@@ -30,6 +31,7 @@ class ConvertReport:
     seconds: float
     skipped: Mapping[str, tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
     kept_bytes: int = 0
+    rules: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         written = f"{leaves_text(self.leaves)} ({size_text(self.bytes)}) in {plain(self.destination)}"

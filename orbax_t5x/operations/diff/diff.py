@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Iterable
 
@@ -27,6 +28,8 @@ from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.restoring.transformed import open_transformed
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import dtype_text
+from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_tuple
+from orbax_t5x.trees.narrow import check_flag
 
 
 @guarded
@@ -38,6 +41,8 @@ def diff(
     values: bool = True,
     atol: float = 0.0,
     rtol: float = 0.0,
+    only: Pattern | Iterable[Pattern] = (),
+    strict: bool = True,
     memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes,
     progress: Progress | None = RestoreOptions.progress,
     is_resuming: bool | None = RestoreOptions.is_resuming,
@@ -54,6 +59,8 @@ def diff(
         own, or mappings of several.
       transforms: applied to `a`; as their target they get the leaves of `b`, to which `"auto"` finds the way, too.
       values: whether arrays are read; if not, only names, shapes and dtypes are compared.
+      only: patterns of whole names; if there are any, other leaves are neither compared nor reported.
+      strict: whether leaves that only one side has are a difference; False: they are reported all the same.
       atol, rtol: elements are equal where `|a - b| <= atol + rtol * |b|`, as in `numpy.isclose`.
       memory_limit_bytes: host memory for blocks in flight, 256 MiB by default; a larger chunk is read by itself.
         Chunks that are decoded beside them have as much memory of their own.
@@ -80,13 +87,15 @@ def diff(
     tolerance = _tolerance(atol, rtol)
     if not isinstance(values, bool):
         raise TypeError(f"values={values!r}: pass True, or False to compare only names, shapes and dtypes")
+    check_flag("strict", strict)
+    patterns = [compile_pattern(pattern, "only") for pattern in pattern_tuple(only, "only")]
     reading = RestoreOptions(memory_limit_bytes=memory_limit_bytes, progress=progress)
     options = RestoreOptions(item=item, is_resuming=is_resuming, strict=False, limits=limits)
     stats = ReadStats("touched", reading.limit)
     with contextlib.ExitStack() as stack:
         right = open_transformed(b, {}, (), RestoreOptions(item=item, strict=False, limits=limits), stack)
         left = open_transformed(a, right.views, transforms, options, stack)
-        names = sorted({*left.views, *right.views})
+        names = [name for name in sorted({*left.views, *right.views}) if not patterns or _matches(patterns, name)]
         found = {name: _without_values(name, left.views.get(name), right.views.get(name)) for name in names}
         if values:
             pairs = [
@@ -108,7 +117,12 @@ def diff(
             (*left.warnings, *right.warnings),
             stats.bytes_read,
             time.monotonic() - started,
+            strict,
         )
+
+
+def _matches(patterns: Iterable[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def _tolerance(atol: float, rtol: float) -> Tolerance:

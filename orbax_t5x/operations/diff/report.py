@@ -74,6 +74,7 @@ class DiffReport:
       warnings: what the transforms warned of.
       bytes_read: of array data, of both sides.
       seconds: wall time.
+      strict: whether leaves that only one side has are a difference.
     """
 
     a: str
@@ -86,11 +87,17 @@ class DiffReport:
     warnings: tuple[str, ...]
     bytes_read: int
     seconds: float
+    strict: bool = True
 
     @property
     def equal(self) -> bool:
-        """True if all names, shapes and dtypes are the same, and all values, if they were compared."""
-        return all(leaf.status == "equal" for leaf in self.leaves)
+        """True if all names, shapes and dtypes are the same, and all values, if they were compared.
+
+        If not `strict`, of the leaves that both sides have, which must be some.
+        """
+        ignored = () if self.strict else ("only in a", "only in b")
+        compared = [leaf.status for leaf in self.leaves if leaf.status not in ignored]
+        return all(status == "equal" for status in compared) and (bool(compared) or not self.leaves)
 
     def summary(self) -> str:
         """Returns the counts in one line."""
