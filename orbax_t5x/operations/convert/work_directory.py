@@ -1,4 +1,4 @@
-"""The work directory beside a destination, in which a conversion writes, and the exchange of the two at the end.
+"""The work directory beside a destination, in which a conversion writes, and the renames at the end.
 
 Each destination has one, and the converting process holds a lock on it, which ends with the process: a second
 conversion to the same destination is refused while the first runs. A killed conversion leaves its directory behind; the
@@ -8,15 +8,14 @@ Whoever may write beside the destination can make a directory of that name first
 user owns, that no other user may write, and that holds nothing but files and directories of a conversion is used; any
 other is left as it is, and the next name is taken.
 
-Where the system can exchange two names atomically (Linux, on most file systems), the destination is at any time the old
-one or the new one. Elsewhere the old one is renamed away first: a process that is killed between two renames leaves
-nothing at the destination, and the old one in the work directory, from where the next conversion restores it.
+What is replaced is renamed away first, and the new one is renamed to the destination in the next call of the system. A
+process that is killed between the two leaves nothing at the destination, and the old one in the work directory, from
+where the next conversion puts it back. An error, or an interrupt, puts it back at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
@@ -39,7 +38,7 @@ _logger = logging.getLogger(__name__)
 WORK_SUFFIX = ".orbax-t5x-convert"
 """Suffix of the names of work directories."""
 _REPLACED = "replaced"
-_OWNER = "owner"
+_OWNER, _OWNER_DIGITS = "owner", 32
 _FILES = re.compile(rf"journal\.\d+|{STOP_FILE}|{_OWNER}")
 # More directories of others than this are an attack.
 _MOST_NAMES = 100
@@ -47,9 +46,6 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Errors of opening what is no directory, a link, or not ours to read.
 _IS_FOREIGN = frozenset({errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# Errors of a kernel or a file system that cannot exchange names.
-_CANNOT_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
 
 
 def work_directory_of(target: Path) -> Path:
@@ -82,8 +78,11 @@ class WorkDirectory:
     def owner(self) -> str:
         """Returns a text that stays the same as long as this directory: what else belongs to it bears that."""
         path = self.path / _OWNER
-        with contextlib.suppress(FileNotFoundError):
-            return path.read_text("ascii")
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            owner = file.read(_OWNER_DIGITS + 1)
+            if not re.fullmatch(rb"[0-9a-f]{%d}" % _OWNER_DIGITS, owner):
+                raise _is_taken(str(self._target), f"{path} is not of a conversion; if none runs, remove {self.path}")
+            return owner.decode()
         owner = uuid.uuid4().hex
         path.write_text(owner, "ascii")
         sync_path(path)
@@ -102,10 +101,14 @@ class WorkDirectory:
 
     def put_in_place(self, written: Path) -> None:
         """Moves a directory written in here to the destination; what it replaces is moved in here."""
-        if not os.path.lexists(self._target):
+        replaced = self.path / _REPLACED
+        try:
+            if os.path.lexists(self._target):
+                os.rename(self._target, replaced)
             os.rename(written, self._target)
-        elif not exchange(written, self._target):
-            _rename_twice(written, self._target, self.path / _REPLACED)
+        except BaseException:
+            self._put_back()
+            raise
         sync_path(self._target.parent)
 
     def __enter__(self) -> WorkDirectory:
@@ -116,6 +119,7 @@ class WorkDirectory:
         replaced = self.path / _REPLACED
         if os.path.lexists(replaced) and not os.path.lexists(self._target):
             os.rename(replaced, self._target)
+            _logger.warning("%s: a conversion was stopped while it replaced this; the old one is back", self._target)
 
     def __exit__(self, *exception: object) -> None:
         if not self.is_kept:
@@ -215,25 +219,3 @@ def _is_same(work: Path, opened: int) -> bool:
 
 def _is_taken(name: str, why: str) -> CheckpointIOError:
     return CheckpointIOError(why, path=name, errno=errno.EBUSY)
-
-
-def _rename_twice(written: Path, target: Path, replaced: Path) -> None:
-    os.rename(target, replaced)
-    try:
-        os.rename(written, target)
-    except BaseException:
-        os.rename(replaced, target)
-        raise
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names atomically; returns False, with nothing done, if the system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _CANNOT_EXCHANGE:
-        return False
-    raise OSError(number, os.strerror(number), os.fspath(one))

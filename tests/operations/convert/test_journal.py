@@ -132,7 +132,7 @@ def test_a_kill_at_the_end_costs_no_reading(format, owner, where, kills_before, 
 
 
 @pytest.mark.slow
-def test_a_kill_after_the_exchange_of_names_leaves_the_new_one(source, out):
+def test_a_kill_after_the_renames_leaves_the_new_one(source, out):
     convert(source, out)
     old = out.stat().st_ino
     put_in_place = WorkDirectory.put_in_place

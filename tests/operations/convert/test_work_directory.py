@@ -12,8 +12,6 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.operations.convert import work_directory as _work
-from orbax_t5x.operations.convert.work_directory import exchange
 from tests.support.conversions import names_in, new_source, old_destination
 from tests.support.saving import stock
 
@@ -90,20 +88,7 @@ def test_the_old_is_put_back_where_a_kill_came_between_two_renames(new, out):
     assert names_in(out.parent) == ["c"]
 
 
-def test_names_are_exchanged_in_one_step(tmp_path):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").write_text("2")
-    if not exchange(tmp_path / "one", tmp_path / "two"):
-        pytest.skip("this system has no renameat2; the fallback is tested below, on every system")
-    assert (tmp_path / "one").read_text() == "2" and (tmp_path / "two").is_dir()
-    with pytest.raises(FileNotFoundError):
-        exchange(tmp_path / "one", tmp_path / "nothing")
-
-
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_the_destination_is_the_old_or_the_new_one_at_every_rename(can_exchange, new, out, monkeypatch):
-    if not can_exchange:
-        monkeypatch.setattr(_work, "exchange", lambda one, other: False)
+def test_the_destination_is_missing_between_two_renames_only(new, out, monkeypatch):
     seen: list[bool] = []
     rename = os.rename
 
@@ -115,11 +100,25 @@ def test_the_destination_is_the_old_or_the_new_one_at_every_rename(can_exchange,
     ot.convert(new, out, overwrite=True)
     assert stock(out).keys() == {"b"}
     assert names_in(out.parent) == ["c"]
-    assert all(seen) or not can_exchange
+    assert seen[-2:] == [False, True] and all(seen[:-2])
 
 
-def test_without_exchange_a_failed_rename_puts_the_old_back(new, out, monkeypatch):
-    monkeypatch.setattr(_work, "exchange", lambda one, other: False)
+def test_an_interrupt_between_two_renames_puts_the_old_back_and_warns(new, out, monkeypatch, caplog):
+    rename = os.rename
+
+    def interrupted(one, other, **keywords):
+        rename(one, other, **keywords)
+        if Path(one) == out:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ot.convert(new, out, overwrite=True)
+    assert stock(out).keys() == {"a"} and names_in(out.parent) == ["c"]
+    assert "the old one is back" in caplog.text
+
+
+def test_a_failed_rename_puts_the_old_back(new, out, monkeypatch):
     rename = os.rename
 
     def failing(one, other, **keywords):
