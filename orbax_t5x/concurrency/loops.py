@@ -252,7 +252,6 @@ class _Serving:
                     task.cancel()
                 with contextlib.suppress(BaseException):
                     loop.run_until_complete(asyncio.wait(tasks))
-                del tasks, task
             loop.close()
         finally:
             self.ended.set()
