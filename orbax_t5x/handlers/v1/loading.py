@@ -94,8 +94,8 @@ def load_and_transform(
         (`orbax.checkpoint.experimental.model_surgery`) are transforms, too, and so is a function of one tree.
       abstract_tree, transform_fn: other names of `target` and `transforms`: those in Orbax's guide.
       item: which checkpointable of the path.
-      fallback, is_resuming, strict, dtype, allow_lossy_cast, verify, memory_limit_bytes, progress, limits, broadcast,
-        fallback_for: as in `orbax_t5x.restore`.
+      fallback, fallback_for, is_resuming, strict, dtype, allow_lossy_cast: as in `orbax_t5x.restore`.
+      verify, memory_limit_bytes, progress, limits, broadcast: as in `orbax_t5x.restore`.
 
     Returns:
       The target's structure, with its types, dtypes and shardings.
