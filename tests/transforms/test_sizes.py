@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import orbax_t5x as ot
 from orbax_t5x import transforms as tr
 from orbax_t5x.lazy import as_view
 from orbax_t5x.testing.transform_suite import run
@@ -49,3 +50,21 @@ def test_elements_of_the_fallback_are_known_in_a_restore_alone():
     assert np.array_equal(leaf[:2].get(), AB["a"])
     with pytest.raises(ValueError, match=r"only in a restore .*fallback="):
         leaf.get()
+
+
+def test_new_elements_are_0_unless_a_value_is_given():
+    padded = tr.Pad("a", (5,))({"a": np.ones(3, np.float32)}, {})["a"]
+    assert np.asarray(padded).tolist() == np.pad(np.ones(3), (0, 2)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [(np.s_[:3], "[:3]"), (np.s_[0], "[0]"), (np.s_[..., 1:9:2], "[..., 1:9:2]"), (np.s_[None, ::-1], "[None, ::-1]")],
+)
+def test_a_slice_is_shown_as_it_is_written(index, text):
+    transform = tr.Slice("a.*", index)
+    assert transform.describe() == f"Slice('a.*', {text})"
+    assert eval(transform.as_code(), {"ot": ot, "np": np}) == transform
+    lenient = tr.Slice("a.*", index, require_match=False)
+    assert lenient.describe() == f"Slice('a.*', {text}, require_match=False)"
+    assert eval(lenient.as_code(), {"ot": ot, "np": np}) == lenient

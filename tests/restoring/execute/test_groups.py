@@ -7,8 +7,10 @@ from unittest import mock
 import jax
 import ml_dtypes
 import numpy as np
+import safetensors.numpy
 
 import orbax_t5x as ot
+from orbax_t5x.restoring.execute.groups import group_entries
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint
 
 
@@ -26,3 +28,61 @@ def test_heavy_and_light_views_of_a_leaf_are_read_together():
     for name, expected in [("p", array.astype(ml_dtypes.bfloat16)), ("r", array)]:
         np.testing.assert_array_equal(np.asarray(got[name]), expected)
     np.testing.assert_array_equal(np.asarray(got["p"]), np.asarray(got["q"]))
+
+
+MIB = 1 << 20
+
+
+def groups_of(path, sizes, limit=1 << 30, target=None, transforms=()):
+    """The groups of a file of float32 arrays of so many bytes, in the order of the file."""
+    arrays = {f"a{number:05}": np.zeros(size // 4, np.float32) for number, size in enumerate(sizes)}
+    safetensors.numpy.save_file(arrays, path)
+    return group_entries(ot.plan_restore(path, target, transforms).entries, limit)
+
+
+def members(groups):
+    return [len(group.entries) for group in groups]
+
+
+def test_small_neighbours_fill_groups_of_4_mib(tmp_path):
+    groups = groups_of(tmp_path / "a.safetensors", [MIB] * 6)
+    assert members(groups) == [4, 2] and [group.size for group in groups] == [4 * MIB, 2 * MIB]
+    assert members(groups_of(tmp_path / "b.safetensors", [MIB, 2 * MIB, 3 * MIB, MIB])) == [2, 2]
+    # One of 4 MiB is read alone; one byte range below it is small.
+    assert members(groups_of(tmp_path / "c.safetensors", [16, 4 * MIB, 16])) == [2, 1]
+    assert members(groups_of(tmp_path / "d.safetensors", [16, 4 * MIB - 16])) == [2]
+
+
+def test_a_lower_budget_bounds_groups(tmp_path):
+    assert members(groups_of(tmp_path / "a.safetensors", [MIB] * 5, limit=2 * MIB)) == [2, 2, 1]
+    assert members(groups_of(tmp_path / "a.safetensors", [MIB] * 5, limit=2 * MIB - 1)) == [1] * 5
+
+
+def test_groups_have_at_most_4096_entries(tmp_path):
+    assert members(groups_of(tmp_path / "a.safetensors", [4] * 4100)) == [4096, 4]
+
+
+def test_a_group_holds_all_of_its_members(tmp_path):
+    groups = groups_of(tmp_path / "a.safetensors", [16, 4 * MIB, 32, 64])
+    (small,) = [group for group in groups if len(group.entries) > 1]
+    assert [entry.name for entry in small.entries] == ["a00000", "a00002", "a00003"]
+    assert [leaf.name for leaf in small.leaves] == ["a00000", "a00002", "a00003"]
+    assert small.size == 16 + 32 + 64 and small.blocking
+    (stage,) = small.stages
+    assert [piece.entry.name for piece in stage] == ["a00000", "a00002", "a00003"]
+
+
+def test_entries_that_share_bytes_are_a_group_of_their_own(tmp_path):
+    target = {name: np.zeros(4, np.float32) for name in ("p", "q", "r", "s")}
+    rules = [ot.transforms.AssignmentMap([("[pq]", "a00000"), ("r", "a00001"), ("s", "a00002")])]
+    groups = groups_of(tmp_path / "a.safetensors", [16, 16, 16], target=target, transforms=rules)
+    assert [sorted(entry.name for entry in group.entries) for group in groups] == [["p", "q"], ["r", "s"]]
+
+
+def test_leaves_that_are_awaited_join_no_blocking_ones(tmp_path):
+    path = tmp_path / "a.safetensors"
+    safetensors.numpy.save_file({"b": np.ones(4, np.float32)}, path)
+    awaited = checkpoint({"w": AwaitedLeaf("w", np.ones(4, np.float32))})
+    plan = ot.plan_restore({"x": path, "y": awaited}, None)
+    groups = group_entries(plan.entries, 1 << 30)
+    assert sorted((group.blocking, len(group.entries)) for group in groups) == [(False, 1), (True, 1)]
