@@ -86,3 +86,16 @@ def test_leaves_that_are_awaited_join_no_blocking_ones(tmp_path):
     plan = ot.plan_restore({"x": path, "y": awaited}, None)
     groups = group_entries(plan.entries, 1 << 30)
     assert sorted((group.blocking, len(group.entries)) for group in groups) == [(False, 1), (True, 1)]
+
+
+def test_neighbours_in_the_file_are_read_together(tmp_path):
+    names = "abcd"
+    target = {name: np.zeros(4, np.float32) for name in names}
+    rules = [ot.transforms.AssignmentMap([(name, f"a{3 - number:05}") for number, name in enumerate(names)])]
+    groups = groups_of(tmp_path / "a.safetensors", [16] * 4, limit=32, target=target, transforms=rules)
+    assert [[leaf.name for leaf in group.leaves] for group in groups] == [["a00000", "a00001"], ["a00002", "a00003"]]
+
+
+def test_parts_of_a_leaf_that_share_no_byte_are_apart(tmp_path):
+    rules = [ot.transforms.Split("a00000", axis=0, into=("p", "q"))]
+    assert members(groups_of(tmp_path / "a.safetensors", [16 * MIB], transforms=rules)) == [1, 1]
