@@ -56,6 +56,7 @@ html_title = "orbax-t5x"
 html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "sbt-sidebar-nav.html"]}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["search.js"]
 html_theme_options = {
     "show_navbar_depth": 1,
     "show_toc_level": 2,

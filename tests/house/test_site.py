@@ -108,3 +108,26 @@ def test_every_cell_of_the_table_of_jobs_leads_to_its_job():
             # A recipe, or a section: the head of a guide does none of these jobs by itself.
             assert all(target.startswith("examples/") or "#" in target for target in targets), (have, cell)
             assert all((page.parent / target.partition("#")[0]).exists() for target in targets), (have, cell)
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("HuggingFace", "coming-from/transformers.md"),
+        ("Hugging Face", "coming-from/transformers.md"),
+        ("lossy cast", "guides/restoring.md"),
+        ("fallback_for", "guides/missing-and-leftover.md"),
+        ("strict", "guides/missing-and-leftover.md"),
+    ],
+)
+def test_words_that_readers_search_for_lead_to_their_page(word, page):
+    """A main entry of the index (`!`) comes before all pages that only have the word."""
+    entries = re.findall(r"^```\{index\} (.+)$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    assert f"! {word}" in [entry.strip() for line in entries for entry in line.split(",")]
+
+
+def test_snippets_of_a_search_are_of_the_text_of_a_page():
+    script = (ROOT / "docs" / "_static" / "search.js").read_text()
+    assert (
+        'querySelector("article")' in script and 'html_js_files = ["search.js"]' in (ROOT / "docs/conf.py").read_text()
+    )
