@@ -22,7 +22,7 @@ from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import LEADS_OUT
 from orbax_t5x.text.wording import listed
 
-_FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz")
+_FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
 # A model of the Hugging Face hub: an organisation and a name.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # A URL of which a slash was lost, by a shell's or a path's join.

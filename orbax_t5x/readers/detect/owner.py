@@ -16,23 +16,28 @@ from orbax_t5x.readers.format import Format, Mark
 _SPECIAL = frozenset("*?[")
 
 
-def owner_of_file(probe: PathProbe, formats: Iterable[Format], *, hints: bool = True) -> Format | None:
+def owner_of_file(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
     """Returns the format of a file, or of a path that is a name beside files, such as a bundle's prefix.
 
     Raises:
       UnsupportedCheckpointError: two formats own it.
     """
     rows = list(formats)
-    for is_hint in (False, True) if hints else (False,):
+    for stage in range(3):
         found = {
             row.name: _shown(mark)
             for row in rows
             for mark in row.files
-            if (mark.weight == "hint") is is_hint and _fits_path(mark, probe)
+            if _stage(mark) == stage and _fits_path(mark, probe)
         }
         if found:
             return _only(found, probe.path, rows)
     return None
+
+
+def _stage(mark: Mark) -> int:
+    """Orders the marks of a path: its own, hints of its own, and hints beside it."""
+    return 0 if mark.weight == "own" else 1 if mark.beside is None else 2
 
 
 def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | None:

@@ -8,9 +8,10 @@ that leads out is never followed, a FIFO or a device never opened.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from orbax_t5x.storage.locations import files_at
-from orbax_t5x.storage.store import Look, Subdirectories
+from orbax_t5x.storage.store import Files, Subdirectories
 
 # Enough for every magic number, and for the first keys of a msgpack map.
 _HEAD_BYTES = 256
@@ -27,7 +28,7 @@ class PathProbe:
       path: absolute, symlinks as the caller gave them.
       kind: "file", "directory", "missing", "special" (a FIFO, a socket, a device), or "outside" (a link that leads out
         of the directory it was looked for in).
-      head, tail: the first and last bytes of a file.
+      head: the first bytes of a file.
       size: of a file; None where a remote store does not report it.
       names: what a directory holds.
     """
@@ -35,16 +36,23 @@ class PathProbe:
     path: str
     kind: str
     head: bytes = b""
-    tail: bytes = b""
+    local_tail: bytes | None = None
     size: int | None = 0
     names: frozenset[str] = frozenset()
     _probed: dict[str, PathProbe] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def tail(self) -> bytes:
+        """The last bytes of a file; of a remote file they take a request."""
+        if self.local_tail is not None or self.kind != "file":
+            return self.local_tail or b""
+        return files_at(self.path).look(head=0, tail=_TAIL_BYTES).tail
 
     def inside(self, name: str) -> PathProbe:
         """Probes a name in this directory once; of anything but a file, only the kind."""
         if name not in self._probed:
             files = files_at(self.path)
-            self._probed[name] = _probe(files.join(name), files.look(name, head=_HEAD_BYTES, tail=_TAIL_BYTES))
+            self._probed[name] = _probe(files, files.join(name), name)
         return self._probed[name]
 
 
@@ -61,11 +69,12 @@ def subdirectories(directory: str) -> Subdirectories:
 def probe_path(path: str) -> PathProbe:
     """Probes a path; what the operating system or the store refuses to report is a CheckpointIOError."""
     files = files_at(path)
-    return _probe(files.named, files.look(head=_HEAD_BYTES, tail=_TAIL_BYTES))
+    return _probe(files, files.named, "")
 
 
-def _probe(path: str, look: Look) -> PathProbe:
-    return PathProbe(path, *look)
+def _probe(files: Files, path: str, name: str) -> PathProbe:
+    look = files.look(name, head=_HEAD_BYTES, tail=0 if files.is_remote else _TAIL_BYTES)
+    return PathProbe(path, look.kind, look.head, None if files.is_remote else look.tail, look.size, look.names)
 
 
 def is_sstable(probe: PathProbe) -> bool:

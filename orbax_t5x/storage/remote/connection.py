@@ -83,6 +83,8 @@ class Connection:
       ahead: bytes requested before they are needed, by all reads of files together.
       is_bounded: see `Transport`.
       refused: responses that were taken for missing files, by key: refusals for want of credentials, and redirects.
+      first_blocks: the beginnings of files that were read, and the files' sizes if they are known.
+      kinds: what keys were found to be: "file", "directory" or "missing".
       transcript: of the opening, where processes share it; else None.
     """
 
@@ -97,6 +99,8 @@ class Connection:
         self._listed: dict[str, frozenset[str]] = {}
         self._wholes: dict[str, Response] = {}
         self._small: set[str] = set()
+        self.first_blocks: dict[str, tuple[bytes, int | None]] = {}
+        self.kinds: dict[str, str] = {}
         self._at_end: list[Callable[[], None]] = []
         recorder = current_recorder()
         self.transcript: Transcript | None = None if recorder is None else recorder.transcript
@@ -188,6 +192,25 @@ class Connection:
             _cancel(probes)
         return stats
 
+    def measure(self, key: str) -> bool:
+        """Reports whether a key is a file; of a small one, the second request brings all bytes."""
+        if key in self._stats:
+            return self._stats[key] is not None
+        request = self.begin(key, BoundedRange.between(_SMALL_BYTES, _SMALL_BYTES + 1))
+        try:
+            answer = self.end(request, doing="measuring it")
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            if is_beyond_end(error):
+                self._small.add(key)
+                return self.whole([key], _SMALL_BYTES)[0] is not None
+            if not self._is_no_file(key, error):
+                raise remote_error(error, "measuring it", path=self.url(key)) from error
+            answer = None
+        self._stats[key] = None if answer is None else FileStat(answer.generation)
+        return answer is not None
+
     def whole_if_small(self, key: str) -> Response | None:
         """Returns all bytes of a file that `stat_small` has found to be small; None for others."""
         return self.whole([key], _SMALL_BYTES)[0] if key in self._small else None
@@ -206,7 +229,7 @@ class Connection:
         new = [key for key in dict.fromkeys(keys) if key not in self._wholes]
         # TensorStore bounds no response, and a response that is broken off costs a connection: of a file that is not
         # known to be small one byte beyond the limit is requested first. A bounded response names the file's size.
-        unknown = [key for key in new if key not in self._small or limit < _SMALL_BYTES]
+        unknown = [key for key in new if not self._is_within(key, limit)]
         unknown = unknown if may_be_larger or not self.is_bounded else []
         beyond = BoundedRange.between(limit, limit + 1)
         probes = _end_all([self.begin(key, beyond) for key in unknown], self._has_bytes)
@@ -219,6 +242,11 @@ class Connection:
             if answer is not None:
                 self._wholes[key] = answer
         return [self._wholes.get(key) for key in keys]
+
+    def _is_within(self, key: str, limit: int) -> bool:
+        """Reports whether a file is known to have at most some bytes."""
+        _, size = self.first_blocks.get(key, (b"", None))
+        return (key in self._small and limit >= _SMALL_BYTES) or (size is not None and size <= limit)
 
     def end_of(self, key: str, size: int) -> bytes | None:
         """Reads the last `size` bytes of a file, or all of a shorter one; None where there is no file."""
@@ -322,6 +350,7 @@ class Connection:
         self._at_end.clear()
         self._stats, self._lists, self._listed, self._wholes, self.refused = {}, {}, {}, {}, {}
         self._small = set()
+        self.first_blocks, self.kinds = {}, {}
 
 
 def _end_all(requests: Sequence[PendingRead], end: Callable[[PendingRead], _Result]) -> list[_Result]:

@@ -101,6 +101,9 @@ class RemoteFile:
         return self._size
 
     def _find_size(self) -> int:
+        _, known = self._connection.first_blocks.get(self._key, (b"", None))
+        if known is not None:
+            return known
         if self._connection.is_bounded:
             first = self._answer_inside(BoundedRange.between(0, 1), None)
             if first is None:
@@ -212,6 +215,9 @@ class RemoteFile:
         with self._lock:
             if number in self._blocks:
                 return self._blocks[number]
+        if number == 0 and (known := self._connection.first_blocks.get(self._key)) is not None:
+            self._note_size(known[1], leaf)
+            return known[0]
         start = number * _BLOCK_BYTES
         stop = start + _BLOCK_BYTES
         if self._size is not None:
@@ -222,6 +228,8 @@ class RemoteFile:
             answer = self._answer_inside(BoundedRange.rest(start, _BLOCK_BYTES), leaf)
             self._size = start + len(answer.data) if answer is not None else self._size
         block = b"" if answer is None else answer.data
+        if number == 0:
+            self._connection.first_blocks[self._key] = block, self._size
         with self._lock:
             self._blocks[number] = block
             while len(self._blocks) > _KEPT_BLOCKS:

@@ -37,6 +37,9 @@ KNOWN_NAMES = (
     "pytorch_model.bin.index.json",
 )
 
+# Names of files of all formats: no directory is imagined under them.
+FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
+
 
 class RemoteFiles(Files):
     """Files below a URL; see `Files`. Made within an `opening`, and outlives it.
@@ -88,14 +91,35 @@ class RemoteFiles(Files):
     def _kind(self) -> str:
         """Returns "file", "directory" or "missing".
 
-        A directory is what has files below it. A bucket is listed if it has no file that makes a checkpoint; on a web
-        server that is unknown then.
+        A file decides before a directory is imagined, and its suffix does if it is not there. A directory is what has
+        files below it. A bucket is listed if it has no file that makes a checkpoint; on a web server that is unknown
+        then.
         """
+        kinds = self.connection.kinds
+        if self._key not in kinds:
+            kinds[self._key] = self._find_kind()
+        return kinds[self._key]
+
+    def _find_kind(self) -> str:
+        is_file = bool(self._key) and not self._is_named_directory and self.connection.measure(self._key)
+        if is_file and not self._is_page():
+            return "file"
+        if not is_file and self._key.endswith(FILE_SUFFIXES) and not self._is_named_directory:
+            return "missing"
         if self._known_names():
             return "directory"
-        if not self._is_named_directory and self.exists():
+        if is_file:
             return "file"
         return "directory" if self.can_list and self.connection.names_below(self._key) else "missing"
+
+    def _is_page(self) -> bool:
+        """Reports whether a web server may have answered for a directory: with a page, under any name."""
+        if self.can_list or self._key.endswith(FILE_SUFFIXES):
+            return False
+        try:
+            return bytes(self._file(self._key, "").read(0, 16)).lstrip().startswith(b"<")
+        except CorruptCheckpointError:  # it is shorter
+            return False
 
     def _known_names(self) -> list[str]:
         """Returns the names of `KNOWN_NAMES` that exist; the same requests stat the names that detection needs."""
@@ -147,6 +171,8 @@ class RemoteFiles(Files):
             first = bytes(file.read(0, head))
         except CorruptCheckpointError:  # it is shorter
             first = bytes(file.read(0, file.size))
+        if not tail:
+            return Look("file", first, b"", None if len(first) == head else len(first))
         size = file.known_size
         last = file.tail(tail) if size is None else bytes(file.read(max(0, size - tail), min(size, tail)))
         return Look("file", first, last, None if len(first) == head else len(first))
