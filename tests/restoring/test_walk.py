@@ -1,0 +1,70 @@
+"""A restore of two leaves enters few functions, and seldom goes from file to file: people follow it when they debug."""
+
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+import orbax_t5x as ot
+from tests.support.placed_arrays import sharded, values
+
+PACKAGE = f"{Path(ot.__file__).parent}/"
+ARRAYS = {"a": values((64, 16)), "b": {"c": values((8,))}}
+
+
+def walk(function):
+    """Calls a function; returns the numbers of functions and files of the package it enters, and of moves between."""
+    functions: set[tuple[str, str]] = set()
+    files: list[str] = []
+
+    def profile(frame, event, argument):
+        file = frame.f_code.co_filename
+        # Python 3.11 counts comprehensions as functions, later versions do not.
+        if event == "call" and file.startswith(PACKAGE):
+            functions.add((file, frame.f_code.co_qualname))
+            if not files or files[-1] != file:
+                files.append(file)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return len(functions), len(set(files)), len(files)
+
+
+@pytest.fixture
+def unprofiled():
+    """Skips where something else already profiles or traces, such as coverage by a profiler."""
+    if sys.getprofile() is not None:
+        pytest.skip("a profiler runs")
+
+
+def assert_within(found, most):
+    assert all(number <= limit for number, limit in zip(found, most, strict=True)), found
+
+
+def test_a_restore_of_a_file_is_a_short_walk(tmp_path, unprofiled):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": ARRAYS["a"], "b.c": ARRAYS["b"]["c"]}, path)
+    target = {"a": sharded((64, 16), spec=P("x")), "b.c": jax.ShapeDtypeStruct((8,), np.float32)}
+    ot.restore(path, target)
+    assert_within(walk(lambda: ot.restore(path, target)), (350, 72, 400))
+
+
+def test_a_restore_of_an_orbax_checkpoint_with_a_rule_is_a_short_walk(tmp_path, unprofiled):
+    path = tmp_path / "item"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, ARRAYS)
+    rename = ot.transforms.Rename([("a", "x")])
+    target = {"x": sharded((64, 16), spec=P("x")), "b": {"c": jax.ShapeDtypeStruct((8,), np.float32)}}
+    ot.restore(path, target, [rename])
+    assert_within(walk(lambda: ot.restore(path, target, [rename])), (525, 90, 720))
