@@ -148,7 +148,7 @@ def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
 
 def _pack_of(something: object) -> str | None:
     """Returns the name of the function that makes a rule pack; None where something is none."""
-    if not inspect.isfunction(something) or not something.__module__.startswith(f"{_PACKAGE_OF_PACKS}."):
+    if not inspect.isfunction(something) or not str(something.__module__).startswith(f"{_PACKAGE_OF_PACKS}."):
         return None
     return something.__name__ if something.__name__ in _pack_names() else None
 

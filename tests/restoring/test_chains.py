@@ -159,3 +159,10 @@ def test_a_pack_after_a_sources_own_transforms():
     target = {"params": jax.eval_shape(lambda: t5_model.init()[1]["params"])}
     got = ot.restore(ot.Source(named, [T.Rename([(r"model\.(.*)", r"\1")])]), target, "auto")
     assert_trees_equal(got["params"], t5_model.init()[1]["params"])
+
+
+def test_a_function_that_no_module_has_is_a_transform():
+    """As one that `exec` made is."""
+    names = {"np": np}
+    exec("def double(state, target, *, is_resuming=False):\n    return {'x': np.asarray(state['x']) * 2}", names)
+    np.testing.assert_array_equal(ot.restore(arrays(x=1), {"x": np.zeros(2, np.float32)}, names["double"])["x"], [2, 2])
