@@ -150,15 +150,15 @@ def targets(draw, case):
 
 @contextlib.contextmanager
 def recorded_file_reads():
-    """The byte ranges that are read of files meanwhile."""
+    """The byte ranges that are read of files meanwhile, and not served from a window that was read before."""
     reads = []
-    original = File.read_into
+    original = File._fill
 
-    def read_into(self, offset, buffers, *, leaf=None):
+    def fill(self, fd, offset, buffers, leaf):
         reads.append((self.path, offset, offset + sum(buffer.nbytes for buffer in buffers)))
-        original(self, offset, buffers, leaf=leaf)
+        return original(self, fd, offset, buffers, leaf)
 
-    with mock.patch.object(File, "read_into", read_into):
+    with mock.patch.object(File, "_fill", fill):
         yield reads
 
 
