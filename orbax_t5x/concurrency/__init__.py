@@ -22,9 +22,15 @@ from orbax_t5x.concurrency.carried import (
 from orbax_t5x.concurrency.cleanup import Cleanup, call_with_cleanup
 from orbax_t5x.concurrency.guard import guarded, is_meant_for_caller
 from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
-from orbax_t5x.concurrency.once import OnceEach
-from orbax_t5x.concurrency.process_threads import function_pool, reader_pool, run_jobs, run_on_read_thread, waiting_pool
-from orbax_t5x.concurrency.sharing import balanced_shares
+from orbax_t5x.concurrency.process_threads import (
+    OnceEach,
+    balanced_shares,
+    function_pool,
+    reader_pool,
+    run_jobs,
+    run_on_read_thread,
+    waiting_pool,
+)
 from orbax_t5x.concurrency.waiting import Block, Budget, await_to_end, for_each_block, wait_all
 
 __all__ = [

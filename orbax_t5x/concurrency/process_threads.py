@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import heapq
 import itertools
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Hashable, Iterable
+from typing import Any, Generic, TypeVar
 
 from orbax_t5x.concurrency.loops import LoopThread
 
+_Key = TypeVar("_Key", bound=Hashable)
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 # Reads release the GIL and checksums do not: beyond a few threads nothing is gained from the page cache, and a disk or
@@ -145,3 +148,51 @@ def run_jobs(jobs: Iterable[Callable[[], _Result]]) -> list[_Result]:
         del failures[1:]
         raise failures.pop()
     return results
+
+
+class OnceEach(Generic[_Key, _Result]):
+    """Results by key that the first thread computes.
+
+    Other threads wait for it; after a failure the next thread tries again.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[_Key, concurrent.futures.Future[_Result]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: _Key, compute: Callable[[], _Result]) -> _Result:
+        """Returns the result for a key.
+
+        Raises:
+          BaseException: what `compute` raised, in the thread that called it and in those that waited for it.
+        """
+        if (known := self._results.get(key)) is not None:
+            return known.result()
+        made: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+        with self._lock:
+            future = self._results.setdefault(key, made)
+        if future is made:
+            try:
+                made.set_result(compute())
+            except BaseException as error:
+                with self._lock:
+                    del self._results[key]
+                made.set_exception(error)
+                raise
+        return future.result()
+
+
+def balanced_shares(items: Iterable[_Item], size: Callable[[_Item], int], count: int) -> list[list[_Item]]:
+    """Divides items into `count` shares of nearly the same size.
+
+    The largest item comes first; each goes to the smallest share.
+
+    The same items in the same order give the same work shares everywhere.
+    """
+    shares: list[list[_Item]] = [[] for _ in range(count)]
+    heap = [(0, share) for share in range(count)]
+    for item in sorted(items, key=size, reverse=True):
+        held, share = heapq.heappop(heap)
+        shares[share].append(item)
+        heapq.heappush(heap, (held + size(item), share))
+    return shares

@@ -11,8 +11,7 @@ import zlib
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from orbax_t5x.multihost.coordination import key_value_store
-from orbax_t5x.multihost.pieces import read_pieces, write_pieces
+from orbax_t5x.multihost.coordination import key_value_store, read_pieces, write_pieces
 
 _KEYS = "orbax_t5x/gathered/"
 _SENT = "orbax_t5x/gathered_sent/"  # no key below it holds bytes, so that it can be read as text

@@ -13,8 +13,7 @@ import json
 import threading
 from typing import Any, NamedTuple
 
-from orbax_t5x.multihost.coordination import waited_for_bytes
-from orbax_t5x.multihost.pieces import read_pieces, write_pieces
+from orbax_t5x.multihost.coordination import read_pieces, waited_for_bytes, write_pieces
 
 _KEYS = "orbax_t5x/catalogue/"
 _BEGUN = "orbax_t5x/catalogue_begun/"  # no key below it holds bytes, so that it can be read as text

@@ -5,7 +5,11 @@ They are T5X's train states, linen's with `nn.Partitioned`, NNX's, or any tree b
 They differ in the origin of a leaf's axes. A T5X train state has a separate state of axes, and T5X's networks make a
 collection `params_axes`; linen and NNX keep a leaf's axes in the box or the variable that holds it, also in the
 optimizer's state, which Optax makes of the same boxes. What has no axes of its own, and belongs to a parameter, is
-split as that is (`following.py`).
+split as that is.
+
+A leaf belongs to the parameter whose name its own name contains: `opt_state/0/mu/encoder/kernel` and T5X's
+`state/param_states/encoder/kernel/v_row` to `encoder/kernel`. A leaf of the parameter's shape is split as it is; one
+that lacks some of the dimensions (a factored second moment), or has more in front (a stack), in those that both have.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from flax.core.meta import Partitioned
 from flax.linen.partitioning import AxisMetadata
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from orbax_t5x.partitioning.following import SplitParameter, SplitParameters
+from orbax_t5x.optim.optax_axes import StateLeaf, slot_axes
 from orbax_t5x.partitioning.rules import STANDARD_LOGICAL_AXIS_RULES, AxisNames, AxisRules, LogicalAxisRules
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.trees.levels import require_levels
@@ -36,6 +40,47 @@ _PARAMETERS = ("params", "target")
 _AXES_SUFFIX = "_axes"
 
 _State = TypeVar("_State")
+
+
+class SplitParameter(NamedTuple):
+    """A parameter and its split; `rule` is the deciding pattern."""
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    rule: str | None = None
+    by_axes: bool = False
+
+    def spec_for(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """Returns the split of a leaf that belongs to the parameter.
+
+        A leaf of an unrelated shape is not split.
+        """
+        slot = StateLeaf(tuple(name.split("/")), shape)
+        return slot_axes(slot, self.spec, self.shape) or PartitionSpec()
+
+
+class SplitParameters:
+    """Table of parameters by the words in names of other leaves."""
+
+    def __init__(self, parameters: Mapping[str, SplitParameter]):
+        self._by_parts = {tuple(name.split("/")): parameter for name, parameter in parameters.items()}
+        self._longest = max(map(len, self._by_parts), default=0)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_parts)
+
+    def of(self, name: str) -> SplitParameter | None:
+        """Returns the parameter with the longest name in a name.
+
+        Of equally long names, the last in the name counts.
+        """
+        parts = tuple(name.split("/"))
+        for length in range(min(self._longest, len(parts)), 0, -1):
+            for start in range(len(parts) - length, -1, -1):
+                found = self._by_parts.get(parts[start : start + length])
+                if found is not None:
+                    return found
+        return None
 
 
 def with_shardings(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, cast
 
 from orbax_t5x.text.wording import plain
 
@@ -44,5 +44,5 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("latin-1")
     if isinstance(value, set | frozenset):
-        return sorted(value)
+        return sorted(cast("set[Any]", value))
     return str(value)
