@@ -55,6 +55,9 @@ def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     else:
         files, name = open_directory_of(given.named)
         names = [name]
+        if part := _PART.fullmatch(os.path.basename(given.named)):
+            files = files_at(os.path.dirname(given.named))
+            names = _parts_of(part, files)
     opened = _GgufFiles(files, limits)
     for name in names:
         opened.add_file(name)
@@ -78,6 +81,18 @@ class _GgufFiles(ModelFiles):
         for leaf, found in _tensor_leaves(header, file, self._limits).items():
             self._claim(leaf, name)
             self._leaves[leaf] = found
+
+
+def _parts_of(part: re.Match[str], files: Files) -> list[str]:
+    """Returns the names of all parts of the model that a part belongs to."""
+    model, parts = part["model"], part["parts"]
+    names = [f"{model}-{number:05}-of-{parts}{SUFFIX}" for number in range(1, int(parts) + 1)]
+    for name in names:
+        if not files.exists(name):
+            raise CorruptCheckpointError(
+                f"one of {int(parts)} parts of a model, and {name!r} is missing", path=files.join(part[0])
+            )
+    return names
 
 
 def _files_in(files: Files) -> list[str]:

@@ -10,10 +10,11 @@ import os
 import re
 from typing import NamedTuple
 
-from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError
+from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fix, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
+from orbax_t5x.readers.flax_msgpack.placeholders import is_early_item
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
@@ -99,6 +100,12 @@ class _FlaxFiles(ModelFiles):
 
     def add_file(self, name: str) -> None:
         opened = open_state_file(self._root, name, self._limits)
+        if is_early_item(opened.tree):
+            raise UnsupportedCheckpointError(
+                "the arrays of this file are beside it, as early Orbax wrote them",
+                path=opened.file.path,
+                fix=Fix("open the directory that holds the file"),
+            )
         self._bytes += opened.index_bytes
         self._metadata["files"].append(name)
         for leaf, node in named_nodes(opened.tree, opened.file, self._limits):

@@ -14,15 +14,14 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import open_state_file
+from orbax_t5x.readers.flax_msgpack.placeholders import placeholder
 from orbax_t5x.readers.flax_msgpack.walk import Node as WalkedNode
-from orbax_t5x.readers.flax_msgpack.walk import StoredText
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.store import Files
 
-_PLACEHOLDER = b"PLACEHOLDER://"
 # What Orbax calls empty nodes.
 _EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}
 
@@ -46,7 +45,7 @@ class Aggregate:
         places: dict[str, str] = {}
         for name, node in self._nodes.items():
             kind = type(node)
-            array = _placeholder(node)
+            array = placeholder(node)
             if array is not None:
                 split_name(array, path=self._file.path, leaf=name)
                 if places.setdefault(array, name) != name:
@@ -62,28 +61,7 @@ class Aggregate:
     def leaf(self, node: NodeMetadata, name: str) -> Leaf:
         """Returns the leaf of a value of the file."""
         value = self._nodes.get(node.name)
-        if is_empty(value) or _placeholder(value) is not None:
+        if is_empty(value) or placeholder(value) is not None:
             error = CorruptCheckpointError("the value is missing in the msgpack file", path=self._file.path, leaf=name)
             return BrokenLeaf(name, error)
         return msgpack_leaf(name, value, self._file, self._limits)
-
-
-def is_early_item(tree: dict[str, WalkedNode]) -> bool:
-    """Reports whether a msgpack tree has a leaf that refers to an array of Orbax's."""
-    stack: list[WalkedNode] = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict):
-            stack += node.values()
-        elif isinstance(node, list):
-            stack += node
-        elif _placeholder(node) is not None:
-            return True
-    return False
-
-
-def _placeholder(node: WalkedNode) -> str | None:
-    """Returns the name of the array that a node refers to."""
-    if isinstance(node, StoredText) and node.short is not None and node.short.startswith(_PLACEHOLDER):
-        return node.short[len(_PLACEHOLDER) :].decode(errors="replace")
-    return None

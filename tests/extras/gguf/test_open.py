@@ -78,8 +78,8 @@ def test_parts_of_one_model(tmp_path):
     (tmp_path / "t5-00002-of-00002.gguf").unlink()
     with pytest.raises(CorruptCheckpointError, match="1 of the 2 parts"):
         ot.open_checkpoint(tmp_path)
-    with ot.open_checkpoint(tmp_path / "t5-00001-of-00002.gguf") as checkpoint:
-        assert list(checkpoint.leaves) == ["w1"]
+    with pytest.raises(CorruptCheckpointError, match=r"'t5-00002-of-00002\.gguf' is missing"):
+        ot.open_checkpoint(tmp_path / "t5-00001-of-00002.gguf")
     files.write_gguf(tmp_path / "t5.gguf", {"w": W})
     with pytest.raises(UnsupportedCheckpointError, match="several GGUF files"):
         ot.open_checkpoint(tmp_path)
@@ -89,3 +89,14 @@ def test_a_pointer_of_git_lfs(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(UnsupportedCheckpointError, match="git lfs pull"):
         ot.open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_a_part_opens_as_the_whole(tmp_path):
+    for number, name in enumerate("abc", 1):
+        files.write_gguf(tmp_path / f"m-{number:05}-of-00003.gguf", {name: np.arange(3, dtype=np.float32)})
+    for number in (1, 3):
+        with ot.open_checkpoint(tmp_path / f"m-{number:05}-of-00003.gguf") as checkpoint:
+            assert list(checkpoint.leaves) == ["a", "b", "c"]
+    (tmp_path / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(ot.errors.CorruptCheckpointError, match=r"'m-00002-of-00003\.gguf' is missing"):
+        ot.open_checkpoint(tmp_path / "m-00001-of-00003.gguf")

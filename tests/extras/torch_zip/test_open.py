@@ -218,3 +218,9 @@ def test_two_spellings_of_one_name(tmp_path):
     (tmp_path / "model.pt").write_bytes(archive(pickled({0: 1, "0": 2})))
     with pytest.raises(CorruptCheckpointError, match="twice"):
         ot.open_checkpoint(tmp_path / "model.pt")
+
+
+def test_a_directory_with_an_adapter_alone(tmp_path):
+    save_torch(tmp_path / "adapter_model.bin", {"w": np.arange(3, dtype=np.float32)})
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert (checkpoint.format, [*checkpoint.leaves]) == ("torch", ["w"])

@@ -91,3 +91,9 @@ def test_a_damaged_msgpack_file_leaves_the_arrays(goldens, tmp_path):
             with pytest.raises(CorruptCheckpointError) as caught:
                 checkpoint.leaves["c/a"].get()
             assert caught.value.leaf == "c/a"
+
+
+def test_the_file_alone_says_where_its_arrays_are(goldens):
+    path = goldens / "orbax_aggregate" / "aggregate_some.checkpoint" / "checkpoint"
+    with pytest.raises(ot.errors.UnsupportedCheckpointError, match="arrays of this file are beside it"):
+        ot.open_checkpoint(path)
