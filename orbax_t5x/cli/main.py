@@ -259,10 +259,10 @@ def _add_diff(commands) -> None:
         help="of leaves with such a whole name; may be given several times",
     )
     parser.add_argument(
-        "--strict",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="--no-strict: leaves that only one side has are shown, and are no difference",
+        "--no-strict",
+        dest="strict",
+        action="store_false",
+        help="leaves that only one side has are shown, and are no difference",
     )
     _add_tolerances(parser, 0.0, "elements are equal where |a - b| <= atol + rtol * |b|")
     _add_memory_limit(parser)
