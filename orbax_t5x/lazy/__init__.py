@@ -14,6 +14,7 @@ from orbax_t5x.lazy.combine import AllEqualNode, AverageNode
 from orbax_t5x.lazy.fill import UnfilledLeaf, fill, has_unfilled
 from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
 from orbax_t5x.lazy.low_rank import LowRankNode
+from orbax_t5x.lazy.mapped import AffineFunction, MappedNode
 from orbax_t5x.lazy.node import LeafNode, Lowering, Node
 from orbax_t5x.lazy.pad import PadNode
 from orbax_t5x.lazy.read import group_reads, read_leaves
@@ -26,6 +27,7 @@ from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
 from orbax_t5x.lazy.view import View, as_view, broadcast_to, read_views, repeat
 
 __all__ = [
+    "AffineFunction",
     "AllEqualNode",
     "AverageNode",
     "BlockingLeaf",
@@ -41,6 +43,7 @@ __all__ = [
     "LeafNode",
     "LowRankNode",
     "Lowering",
+    "MappedNode",
     "Node",
     "OpaqueLeaf",
     "PadNode",

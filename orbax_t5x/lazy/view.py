@@ -20,6 +20,7 @@ from orbax_t5x.lazy.box import Box, full_box
 from orbax_t5x.lazy.cast import Mismatch, cast_node, leaf_mismatch
 from orbax_t5x.lazy.geometry import IndexMap, basic_index, normalize_axis, reshape_target
 from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.lazy.mapped import mapped_node
 from orbax_t5x.lazy.node import Lowering, Node, leaf_node
 from orbax_t5x.lazy.read import read_boxes
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
@@ -101,6 +102,24 @@ class View(LazyArray):
     def astype(self, dtype: Any) -> View:
         """Casts the elements as NumPy's `astype` does; the same dtype is the same view."""
         return self._with(cast_node(self.node, np.dtype(dtype)))
+
+    def map(self, fn: Callable[[np.ndarray], Any], name: str | None = None) -> View:
+        """Applies an elementwise NumPy function, box by box; nothing is read.
+
+        Args:
+          fn: takes and returns an array of any shape; a call without elements tells the dtype of the result.
+          name: shown in plans; None: the function's own.
+
+        Raises:
+          TypeError: the function returns no array.
+          ValueError: the function changes the shape.
+
+        Example:
+          >>> ot.stack([np.zeros(2)], 0).map(np.exp, name="exp").get()
+          array([[1., 1.]])
+        """
+        shown = name or getattr(fn, "__name__", type(fn).__name__)
+        return self._with(mapped_node(self.node, fn, f"map {shown}"))
 
     def cast_checked(self, dtype: Any, mismatch: Mismatch = leaf_mismatch) -> View:
         """Casts like `astype`, but reading raises an error where a value does not survive the round trip.

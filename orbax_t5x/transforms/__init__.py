@@ -14,6 +14,7 @@ from orbax_t5x import on_demand
 
 # For type checkers; the alias makes a name public.
 if TYPE_CHECKING:
+    from orbax_t5x.transforms.arrays import Affine as Affine
     from orbax_t5x.transforms.arrays import Cast as Cast
     from orbax_t5x.transforms.arrays import Repeat as Repeat
     from orbax_t5x.transforms.arrays import Reshape as Reshape
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from orbax_t5x.transforms.dequantize import Dequantize as Dequantize
     from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots as AdafactorSlots
     from orbax_t5x.transforms.follow.optimizer import FollowOptimizer as FollowOptimizer
+    from orbax_t5x.transforms.inverse import inverse as inverse
     from orbax_t5x.transforms.layers import StackLayers as StackLayers
     from orbax_t5x.transforms.layers import UnstackLayers as UnstackLayers
     from orbax_t5x.transforms.low_rank import AddLowRank as AddLowRank
@@ -47,6 +49,7 @@ MODULE_OF = {
     "FALLBACK": "orbax_t5x.transforms.sizes",
     "AdafactorSlots": "orbax_t5x.transforms.follow.adafactor_slots",
     "AddLowRank": "orbax_t5x.transforms.low_rank",
+    "Affine": "orbax_t5x.transforms.arrays",
     "AssignmentMap": "orbax_t5x.transforms.assignment_map",
     "Average": "orbax_t5x.transforms.sources",
     "Cast": "orbax_t5x.transforms.arrays",
@@ -71,6 +74,7 @@ MODULE_OF = {
     "Translate": "orbax_t5x.transforms.translate",
     "Transpose": "orbax_t5x.transforms.arrays",
     "UnstackLayers": "orbax_t5x.transforms.layers",
+    "inverse": "orbax_t5x.transforms.inverse",
 }
 
 if not TYPE_CHECKING:  # a misspelled name is an error to type checkers

@@ -5,16 +5,18 @@ read.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.lazy import View, repeat
+from orbax_t5x.lazy import AffineFunction, View, repeat
 from orbax_t5x.lazy.keys import is_keys
 from orbax_t5x.transforms.by_rules import InPlace
 from orbax_t5x.transforms.patterns.table import Pattern
+from orbax_t5x.trees.dtypes import kind_of
 
 
 def as_dtype(dtype: Any) -> np.dtype:
@@ -109,6 +111,45 @@ class Cast(InPlace):
         if is_keys(view):
             raise ValueError("PRNG keys are no numbers and have no other dtype")
         return view.astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine(InPlace):
+    """The values of leaves as `leaf * scale + offset`, such as a norm's scale that another model stores without its 1.
+
+    Computed for each shard in float32 (float64 for leaves of 64 bits), and rounded to the leaf's dtype once. Inside
+    `FollowOptimizer` the optimizer's leaves follow a scale of 1; any other scale resets them.
+
+    Attributes:
+      pattern: a regex that must match a whole name.
+      scale, offset: numbers.
+      require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> plus_one = ot.transforms.Affine("norm", offset=1.0)
+      >>> np.asarray(plus_one({"norm": np.zeros(2)}, {})["norm"])
+      array([1., 1.])
+    """
+
+    pattern: Pattern
+    scale: float = 1.0
+    offset: float = 0.0
+    require_match: bool = True
+
+    def __post_init__(self) -> None:
+        self._set(scale=float(self.scale), offset=float(self.offset))
+        if not (math.isfinite(self.scale) and math.isfinite(self.offset)):
+            raise ValueError(f"Affine: scale={self.scale} and offset={self.offset} are not both finite")
+
+    def _compute(self, view: View) -> View:
+        if is_keys(view) or kind_of(view.dtype) != "float":
+            raise TypeError(f"the values are {view.dtype.name}; Cast them to a floating dtype first")
+        return view.map(AffineFunction(self.scale, self.offset), self._text())
+
+    def _text(self) -> str:
+        """Writes the function for plans."""
+        offset = f" {'-' if self.offset < 0 else '+'} {abs(self.offset):g}" if self.offset else ""
+        return f"x * {self.scale:g}{offset}" if self.scale != 1 else f"x{offset}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.digests import dataclass_digest
 from orbax_t5x.text.code import dataclass_call
@@ -18,6 +19,9 @@ from orbax_t5x.transforms.describe import describe_fields
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten, unflatten
 from orbax_t5x.trees.narrow import check_flag
+
+_inverse = on_demand.function("orbax_t5x.transforms.inverse", "inverse")
+_chain = on_demand.function("orbax_t5x.transforms.chain", "Chain")
 
 _logger = logging.getLogger(__name__)
 
@@ -78,6 +82,15 @@ class Transform:
     def describe(self) -> str:
         """Returns one line for people."""
         return describe_fields(self)
+
+    def inverse(self, source: Any = None) -> AnyTransform:
+        """Returns the transform that undoes this one; see `orbax_t5x.transforms.inverse`.
+
+        Raises:
+          ValueError: there is none, or it needs `source`.
+        """
+        back = _inverse((self,), source)
+        return back[0] if len(back) == 1 else _chain(back)
 
     def as_code(self) -> str:
         """Returns the Python call that makes the transform, with `ot` for this package."""

@@ -1,7 +1,9 @@
 """Transforms that compute leaves: shapes that do not fit, leaves that are no arrays."""
 
 import numpy as np
+import pytest
 
+import orbax_t5x as ot
 from orbax_t5x import transforms as tr
 from orbax_t5x.lazy import ValueLeaf, as_view
 from orbax_t5x.testing.transform_suite import run
@@ -34,3 +36,21 @@ def test_none_leaves_and_strings_pass_through_what_cannot_compute_them():
     assert result["n"] is None and not diagnostics.problems
     strings = {"s": as_view(ValueLeaf(np.array([b"x"], object), "s"))}
     assert [p.kind for p in problems(tr.Cast(".*", "float32"), strings)] == ["shape"]
+
+
+def test_affine_is_lazy_and_follows_only_a_scale_of_one():
+    state = {"params": {"norm": np.zeros(3, np.float32)}, "opt_state": {"0": {"mu": {"norm": np.ones(3, np.float32)}}}}
+    plus_one = ot.transforms.Affine("params/norm", offset=1.0)
+    result = ot.transforms.FollowOptimizer(plus_one)(state, {})
+    np.testing.assert_array_equal(np.asarray(result["params"]["norm"]), np.ones(3))
+    np.testing.assert_array_equal(np.asarray(result["opt_state"]["0"]["mu"]["norm"]), np.ones(3))
+    scaled = ot.transforms.FollowOptimizer(ot.transforms.Affine("params/norm", scale=2.0))(state, {})
+    assert "opt_state" not in scaled or "mu" not in scaled["opt_state"].get("0", {})
+
+
+@pytest.mark.parametrize("values", [np.arange(3), np.ones(2, bool), np.ones(2, np.complex64)])
+def test_affine_takes_floating_leaves(values):
+    with pytest.raises(ot.RestorePlanError, match="Cast them to a floating dtype first"):
+        ot.transforms.Affine("x", 2.0)({"x": values}, {})
+    with pytest.raises(ValueError, match="not both finite"):
+        ot.transforms.Affine("x", float("inf"))

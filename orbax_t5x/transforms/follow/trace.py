@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.lazy import (
+    AffineFunction,
     AllEqualNode,
     AverageNode,
     CastNode,
@@ -23,6 +24,7 @@ from orbax_t5x.lazy import (
     Leaf,
     LeafNode,
     LowRankNode,
+    MappedNode,
     Node,
     PadNode,
     ReadStats,
@@ -138,6 +140,12 @@ class Replay:
                 return all_equal([self._build(item, kept) for item in node.inputs], advice=node.advice)
             case PadNode():
                 return self._pad(node, kept)
+            case MappedNode() if self.of_parameters:
+                return View(dataclasses.replace(node, inputs=(self._build(node.input, kept).node,)))
+            case MappedNode(function=AffineFunction(scale=1.0)):
+                return self._build(node.input, kept)  # a constant was added
+            case MappedNode():
+                raise CannotFollowError(f"its parameter was computed anew ({node.text})")
             case ScaledNode() if self.of_parameters:
                 return scaled(self._build(node.input, kept), self._build(node.inputs[1], _all_dims(node.inputs[1])))
             case ScaledNode():
