@@ -1,4 +1,4 @@
-"""Checkpoint managers of the shape that T5X's training scripts call, so that a T5X job changes by lines of gin.
+"""Checkpoint managers for T5X's training scripts; a job changes by gin.
 
 `CheckpointManager` has the constructor and methods of T5X's `OrbaxCheckpointManagerInterface`, `Checkpointer` those of
 its native one (`use_orbax = False`). What is saved is T5X's own Orbax layout, `checkpoint_<step>/state`, which T5X and
@@ -128,7 +128,7 @@ class TrainStateManager:
     # -- steps
 
     def all_steps(self) -> Sequence[int]:
-        """Lists the steps in order; one that is being saved is among them."""
+        """Lists the steps in order, unfinished saves included."""
         if self._made is not None:
             return sorted(self._made.all_steps())
         if not self.directory.is_dir():
@@ -256,7 +256,7 @@ class TrainStateManager:
     def restore_from_tf_checkpoint(
         self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: Any = None
     ) -> Any:
-        """Restores a train state from Mesh TensorFlow's checkpoint of a T5, without TensorFlow."""
+        """Restores a train state from a Mesh TensorFlow checkpoint, without TensorFlow."""
         return self._restored(path_or_dir, [Translate(translator)], strict=strict, is_resuming=False)
 
     def _source(self, step: int | None, path: str | os.PathLike[str] | None) -> str:
@@ -278,7 +278,7 @@ class TrainStateManager:
             raise RestorePlanError(problems, path=error.path) from error
 
     def _target(self) -> Any:
-        """Makes the abstract train state in the partitioner's shardings, leaf by leaf, by name."""
+        """Makes the abstract train state in the partitioner's shardings."""
         mesh = self._partitioner.mesh
         axes = _by_name(self._partitioner.get_mesh_axes(self._train_state).state_dict())
 
@@ -301,7 +301,7 @@ class CheckpointManager(TrainStateManager):
 
 
 class Checkpointer:
-    """Checkpointer with the constructor and methods of T5X's native one, for `use_orbax = False`.
+    """Checkpointer for T5X's native way, `use_orbax = False`.
 
     A save returns when it is written, and leaves nothing open; a step that exists is skipped.
 
@@ -336,7 +336,7 @@ class Checkpointer:
     def save(
         self, train_state: Any, state_transformation_fns: Transformations = (), *, concurrent_gb: int | None = None
     ) -> None:
-        """Saves a step, the train state's; `concurrent_gb` is not used: Orbax bounds its own memory.
+        """Saves the train state's step; `concurrent_gb` is not used.
 
         Raises:
           ValueError: the checkpointer has no directory.
@@ -375,7 +375,7 @@ class Checkpointer:
     def restore_from_tf_checkpoint(
         self, path_or_dir: str | os.PathLike[str], strict: bool = True, translator: Any = None
     ) -> Any:
-        """Restores a train state from Mesh TensorFlow's checkpoint of a T5, without TensorFlow."""
+        """Restores a train state from a Mesh TensorFlow checkpoint, without TensorFlow."""
         return self._manager.restore_from_tf_checkpoint(path_or_dir, strict, translator)
 
     def convert_from_tf_checkpoint(
@@ -419,7 +419,7 @@ def register() -> Callable[[], None]:
 
 
 def _set_default(config: Any, name: str, value: Any) -> Callable[[], None]:
-    """Changes the default of a dataclass's field; returns a function that puts back what was there."""
+    """Changes the default of a dataclass's field; returns the undoing function."""
     init, field = inspect.unwrap(config.__init__), config.__dataclass_fields__[name]
     parameters = inspect.signature(init).parameters.values()
     with_default = [one.name for one in parameters if one.default is not one.empty and one.kind is not one.KEYWORD_ONLY]
@@ -440,7 +440,7 @@ def _set_default(config: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def checkpoint_prefix() -> str:
-    """Asks T5X for the prefix of its steps, if T5X is loaded; gin may have changed it."""
+    """Asks a loaded T5X for the prefix of its steps."""
     for name in _PREFIX_MODULES:
         found = getattr(sys.modules.get(name), "get_checkpoint_prefix", None)
         if found is not None:
@@ -456,7 +456,7 @@ def _position(partitioner: Any, iterator: Any) -> DatasetPosition | None:
 
 
 def _dtype(dtype: Any) -> Any:
-    """Returns a NumPy dtype of a name, a dtype or None."""
+    """Converts a dtype or its name to NumPy's, or returns None."""
     return None if dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
@@ -465,7 +465,7 @@ def _spec(axes: Any) -> PartitionSpec | None:
 
 
 def _by_name(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested mappings; every other value, None and `PartitionSpec` included, is a leaf."""
+    """Flattens nested mappings; None and `PartitionSpec` are leaves."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
     found: dict[str, Any] = {}
@@ -485,7 +485,7 @@ _SETTINGS = {
 
 
 def _in_words_of_t5x(fix: Fix) -> Fix:
-    """Returns a fix that names the settings of T5X's configuration instead of keywords of `orbax_t5x.restore`."""
+    """Words a fix with the settings of T5X's configuration."""
     if fix.alternatives:
         return Fix.any_of(*map(_in_words_of_t5x, fix.alternatives))
     ways = [text for name, text in _SETTINGS.items() if name in fix.arguments]
@@ -497,7 +497,7 @@ def _in_words_of_t5x(fix: Fix) -> Fix:
 
 
 def _unbound(functions: Transformations) -> tuple[list[Callable[..., Any]], bool]:
-    """Returns the functions without the `is_resuming` that T5X has bound to them, and its value."""
+    """Takes the bound `is_resuming` off functions; returns both."""
     found = []
     is_resuming = False
     for function in functions:

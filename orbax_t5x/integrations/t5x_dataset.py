@@ -1,4 +1,4 @@
-"""The position of a dataset's iterator, saved beside the train state as T5X does.
+"""Positions of datasets' iterators, saved beside the train state.
 
 The iterator writes and reads its own file, `train_ds-<shard>-of-<shards>` in the item `dataset`; in a job of several
 processes each has a folder. A native T5X checkpoint has the file beside its arrays.
@@ -55,7 +55,7 @@ class DatasetPosition:
             _tracked(self.iterator).write(str(file))
 
     def restore(self, step: epath.Path) -> None:
-        """Reads the position from the item of a step, or from a native T5X checkpoint.
+        """Reads the position from a step.
 
         Raises:
           CheckpointNotFoundError: the step has an item for states and no position.
@@ -94,7 +94,7 @@ def _tracked(iterator: Any) -> Any:
 
 
 class DatasetHandler(ocp.CheckpointHandler):
-    """A handler of the item `dataset`; saves are synchronous, because the iterator goes on afterwards."""
+    """A handler of the item `dataset`; the iterator saves synchronously."""
 
     def save(self, directory: epath.Path, args: DatasetSave) -> None:
         """Implements `ocp.CheckpointHandler.save`."""

@@ -1,4 +1,4 @@
-"""Steps that T5X's options keep: the newest or the best, by metrics of the run's TensorBoard files."""
+"""Kept steps by T5X's options: the newest or best."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Retention:
         return [step in kept for step in steps]
 
     def kept(self, steps: Sequence[int], measured: Mapping[int, float]) -> set[int]:
-        """Returns the steps to keep of some in order; `measured` has a metric by step."""
+        """Selects the steps to keep; `measured` has the metrics."""
         if self.keep is None:
             return {*steps}
         period = self.force_keep_period
@@ -65,9 +65,9 @@ class Retention:
 
 
 def metrics(directory: str, name: str) -> dict[int, float]:
-    """Reads a scalar by step from TensorBoard's event files; NaN counts as absent.
+    """Reads a scalar by step from TensorBoard's files.
 
-    The directory of `inference_eval/task/loss` is the longest that exists below the run's.
+    NaN counts as absent. The directory of `inference_eval/task/loss` is the longest that exists below the run's.
     """
     parts = name.split("/")
     for cut in range(len(parts) - 1, 0, -1):

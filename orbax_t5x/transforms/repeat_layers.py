@@ -86,7 +86,8 @@ class RepeatLayers(ByRules):
             raise ValueError("there are no layers")
         return [i * old // self.depth if self.how == "interleave" else i % old for i in range(self.depth)]
 
-    def inverse(self, depth: int | None = None) -> RepeatLayers:
+    # The number of layers is all that it needs of the source.
+    def inverse(self, depth: int | None = None) -> RepeatLayers:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the transform back to the checkpoint's layers, from the first copy of each.
 
         Args:
