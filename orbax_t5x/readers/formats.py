@@ -7,6 +7,7 @@ an error.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
@@ -99,6 +100,7 @@ def _open_directory(probe: PathProbe, rows: list[Format], item: str | None, limi
 
 def _open(row: Format, path: str, limits: Limits, item: str | None) -> Checkpoint:
     """Opens a path of one format; its module is loaded now."""
+    opener: Callable[..., Checkpoint]  # `item=` is for formats with items alone
     opener = on_demand.function(*row.open.split(":")) if isinstance(row.open, str) else row.open
     if item is None:
         return opener(path, limits=limits)
