@@ -18,7 +18,7 @@ from orbax_t5x.errors import CheckpointError, error_at
 from orbax_t5x.lazy.box import Box, union_size
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.storage.crc import CRC32C, Crc
-from orbax_t5x.storage.store import StoredFile
+from orbax_t5x.storage.interface import StoredFile
 
 
 class Request(NamedTuple):

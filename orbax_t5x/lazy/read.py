@@ -20,8 +20,8 @@ from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, Leaf, Request
 from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
 from orbax_t5x.lazy.value import ValueLeaf
+from orbax_t5x.storage.interface import StoredFile
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
-from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.windows import MAX_GAP_BYTES, FileWindow, holding, read_windows, windows_of
 
 # Larger leaves are read straight into their buffers: a copy would cost more than a read of their own.

@@ -24,7 +24,7 @@ import jax
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.multihost.coordination import has_backend, key_value_store, service_process_count, service_process_id
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
-from orbax_t5x.storage.opening import current_recorder
+from orbax_t5x.storage.places import current_recorder
 from orbax_t5x.storage.recorded import using
 
 _Result = TypeVar("_Result")

@@ -21,7 +21,7 @@ from orbax_t5x.readers.format_table import FORMATS, all_formats, format_named
 from orbax_t5x.readers.roots import newest_of_root
 from orbax_t5x.readers.unrecognised import missing_error, unrecognised_error
 from orbax_t5x.storage.limits import Limits, check_limits
-from orbax_t5x.storage.opening import opening
+from orbax_t5x.storage.places import opening
 
 
 @guarded

@@ -15,9 +15,8 @@ from orbax_t5x.readers.flax_msgpack.root import StepFile, step_files
 from orbax_t5x.readers.format_table import all_formats
 from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.readers.orbax.steps import Step, newest_first
-from orbax_t5x.storage.locations import files_at
-from orbax_t5x.storage.opening import opening
-from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.interface import Files
+from orbax_t5x.storage.places import files_at, opening
 
 
 @guarded

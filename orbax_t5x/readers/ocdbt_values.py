@@ -27,9 +27,9 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.readers.tensorstore_errors import typed_error
+from orbax_t5x.storage.interface import StoredFile
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.values import ANYONE, BoundedRange, ReadContext, Values
 
 _MANIFEST = "manifest.ocdbt"

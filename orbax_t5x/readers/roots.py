@@ -20,7 +20,7 @@ from orbax_t5x.readers.orbax.steps import (
     newest_first,
     step_of_name,
 )
-from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.places import files_at
 
 
 class NewestOfRoot(NamedTuple):

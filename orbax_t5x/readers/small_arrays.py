@@ -30,7 +30,7 @@ from orbax_t5x.readers.ocdbt_values import OcdbtValues, ValueLocation
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.ranges.scatter import as_stored
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
-from orbax_t5x.storage.store import StoredFile
+from orbax_t5x.storage.interface import StoredFile
 from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 # Of all chunks of an array, decoded: larger ones gain nothing here.

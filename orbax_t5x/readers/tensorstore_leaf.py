@@ -34,9 +34,9 @@ from orbax_t5x.readers.stored_chunks import ChunkKeys, StoredChunks
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
 from orbax_t5x.readers.tiling import box_text
+from orbax_t5x.storage.interface import Snapshot
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.memory import UNCHECKED_BYTES, empty_array, naming_memory_errors, require_memory
-from orbax_t5x.storage.store import Snapshot
 
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
 _DECODING_COPIES = 1.25

@@ -17,9 +17,9 @@ from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.hub_files import LFS_POINTER, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.extents import ByteExtent, DeferredExtents, JoinedExtents
 from orbax_t5x.storage.crc import CRC32
+from orbax_t5x.storage.interface import StoredFile
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.windows import read_windows, windows_of
 
 STORED, DEFLATED = 0, 8

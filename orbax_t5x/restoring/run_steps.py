@@ -22,8 +22,8 @@ from orbax_t5x.provenance.runs import RunKey, StepMarker
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.custom_metadata import read_custom_metadata
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, TEMPORARY_MARK, step_of_name
-from orbax_t5x.storage.opening import opening
 from orbax_t5x.storage.paths import url_scheme
+from orbax_t5x.storage.places import opening
 
 # Steps that are read at the same time. More would read steps in vain, since the newest older step mostly has a record;
 # fewer would wait for a bucket more often.

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple, cast
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
 from orbax_t5x.storage.descriptor import Descriptor
-from orbax_t5x.storage.files import File, FileSet
-from orbax_t5x.storage.local_store import LocalFiles
-from orbax_t5x.storage.opening import recording
+from orbax_t5x.storage.interface import ArrayDirectory, Look, Subdirectories
+from orbax_t5x.storage.local import File, LocalFiles
 from orbax_t5x.storage.paths import FileIdentity
+from orbax_t5x.storage.places import recording
 from orbax_t5x.storage.remote.recorded import RecordedBucket, RecordedTransport
 from orbax_t5x.storage.remote.transport import Transport
-from orbax_t5x.storage.store import ArrayDirectory, Look, Subdirectories
 from orbax_t5x.storage.transcript import Transcript, Viewpoint
 from orbax_t5x.storage.tree_checks import TreeSnapshot
 
@@ -174,7 +173,7 @@ class RecordedFile(File):
 
     __slots__ = ("_transcript", "_viewpoint")
 
-    def __init__(self, files: FileSet, name: str, found: os.stat_result, transcript: Transcript):
+    def __init__(self, files: LocalFiles, name: str, found: os.stat_result, transcript: Transcript):
         super().__init__(files, name, found)
         self._transcript = transcript
         # Of a file that another process has measured, until this process has opened it.

@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
+from orbax_t5x.storage.interface import Snapshot
 from orbax_t5x.storage.paths import Root, io_error
-from orbax_t5x.storage.store import Snapshot
 
 
 def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_t5x.storage.store import StoredFile
+from orbax_t5x.storage.interface import StoredFile
 
 # Contract: byte-range formats may read over gaps below this.
 MAX_GAP_BYTES = 4096

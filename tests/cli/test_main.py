@@ -34,14 +34,14 @@ def process(*arguments, **options):
 _TELLS_WHEN_IT_READS = """
 import os, signal, sys
 from orbax_t5x.cli.main import main
-from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.local import LocalFiles
 signal.signal(signal.SIGINT, signal.default_int_handler)
-acquire = FileSet.acquire
+acquire = LocalFiles.acquire
 def watched(files, file, leaf):
     if leaf is not None:
         os.write(1, b"reading\\n")  # in one call: several threads read
     return acquire(files, file, leaf)
-FileSet.acquire = watched
+LocalFiles.acquire = watched
 sys.exit(main())
 """
 

@@ -24,8 +24,8 @@ import msgpack
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.readers.tf_bundle.sstable import Table
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 from tests.support.bundle_writer import Handles, block_entries, sealed, table, table_of_blocks, varint
 from tests.support.zip_files import Entry, archive_of
 
@@ -209,7 +209,7 @@ def entries_of(data: bytes) -> list[tuple[bytes, bytes]] | None:
     """The entries of a sound table."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "table").write_bytes(data)
-        with contextlib.closing(FileSet(directory)) as files:
+        with contextlib.closing(LocalFiles(directory)) as files:
             try:
                 return list(Table(files.file("table"), Limits()).entries())
             except CheckpointError:

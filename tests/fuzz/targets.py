@@ -33,8 +33,8 @@ from orbax_t5x.errors import CheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.ranges.byte_runs import WindowGrid, union_runs
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from orbax_t5x.readers.tf_bundle.sstable import Table
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.storage.paths import Root
 from orbax_t5x.storage.remote.web_answer import read_answer
 from orbax_t5x.storage.remote.web_response import PassingError
@@ -123,7 +123,7 @@ def contents(path: Path, format: str | None = None) -> Contents:
 def _sstable(directory: Path) -> Check:
     def check(data: bytes) -> CheckpointError | None:
         (directory / "table").write_bytes(data)
-        with contextlib.closing(FileSet(directory)) as files:
+        with contextlib.closing(LocalFiles(directory)) as files:
             try:
                 entries = list(Table(files.file("table"), _LIMITS).entries())
             except CheckpointError as error:

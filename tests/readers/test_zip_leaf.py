@@ -6,8 +6,8 @@ import pytest
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import Archive
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import read_boxes
 from tests.support.zip_files import Entry, archive_of
 
@@ -20,7 +20,7 @@ def leaf_of(directory, offset, shape, strides, head=b"", damaged=False):
     if damaged:
         data[31 + 4 + 47] ^= 1  # the last byte of the member
     (directory / "file").write_bytes(data)
-    archive = Archive(FileSet(directory).file("file"), Limits())
+    archive = Archive(LocalFiles(directory).file("file"), Limits())
     return ZipLeaf("x", archive, "m", offset, shape, strides, INT16, head=head)
 
 

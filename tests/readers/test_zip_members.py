@@ -18,8 +18,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.readers.zip_members import Archive, member_bytes
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 from tests.support.zip_files import Entry, archive_of, sizes_64
 
 A, B = Entry(b"m/a", b"12345"), Entry(b"m/b", b"")
@@ -28,7 +28,7 @@ FULL = 0xFFFFFFFF
 
 def open_bytes(directory, data, **limits):
     (directory / "file").write_bytes(data)
-    return Archive(FileSet(directory).file("file"), Limits(**limits))
+    return Archive(LocalFiles(directory).file("file"), Limits(**limits))
 
 
 def contents(archive):

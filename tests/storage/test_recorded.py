@@ -6,8 +6,8 @@ import pytest
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError
-from orbax_t5x.storage.local_store import LocalFiles
-from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.local import LocalFiles
+from orbax_t5x.storage.places import files_at
 from orbax_t5x.storage.recorded import RecordedFiles, using
 from orbax_t5x.storage.transcript import Transcript, Viewpoint
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointGoneError
-from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.places import files_at
 from orbax_t5x.storage.windows import MAX_GAP_BYTES, WINDOW_BYTES, holding, is_held, read_windows, windows_of
 
 RANGES = st.lists(

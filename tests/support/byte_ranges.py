@@ -12,7 +12,7 @@ from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges import byte_range as _byte_range
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.local import LocalFiles
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -66,5 +66,5 @@ def stored(
         middle = len(data) // 2
         data = data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :]
     (directory / "file").write_bytes(b"x" * OFFSET + data + b"y" * 9)
-    file = FileSet(directory).file("file")
+    file = LocalFiles(directory).file("file")
     return ByteRangeLeaf("leaf", ByteRange(file, OFFSET, array.shape, array.dtype, swap), crc)

@@ -4,7 +4,7 @@ import numpy as np
 
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.local import LocalFiles
 
 ARRAY = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
 # A staging window holds a fraction of it, and its columns are runs of many rows.
@@ -13,5 +13,5 @@ LARGE = np.random.default_rng(3).random((700, 800), np.float32)
 
 def byte_range(directory, array, crc=None):
     (directory / "file").write_bytes(b"head" + array.tobytes())
-    file = FileSet(directory).file("file")
+    file = LocalFiles(directory).file("file")
     return ByteRangeLeaf("range", ByteRange(file, 4, array.shape, array.dtype), crc)

@@ -20,8 +20,8 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.readers.flax_msgpack.walk import most_leaves, too_many
 from orbax_t5x.readers.ranges.window_reader import WindowReader
+from orbax_t5x.storage.interface import StoredFile
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import StoredFile
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -17,7 +17,7 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import DEFLATED, STORED, Archive
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import files_at, open_directory_of
+from orbax_t5x.storage.places import files_at, open_directory_of
 
 _ARRAY_SUFFIX = ".npy"
 # Enough for a local header and an array's own, of nearly all members.

@@ -19,9 +19,9 @@ from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.zip_members import Archive
+from orbax_t5x.storage.interface import Files, StoredFile
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import files_at, open_directory_of
-from orbax_t5x.storage.store import Files, StoredFile
+from orbax_t5x.storage.places import files_at, open_directory_of
 
 INDEX_SUFFIX = ".bin.index.json"
 # Names for a model in one file, for the index of several, and PEFT's for an adapter.

@@ -35,9 +35,8 @@ from orbax_t5x.operations.convert.work_directory import WORK_SUFFIX, WorkDirecto
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
-from orbax_t5x.storage.locations import files_at
-from orbax_t5x.storage.opening import opening
 from orbax_t5x.storage.paths import url_scheme
+from orbax_t5x.storage.places import files_at, opening
 from orbax_t5x.storage.remote.buckets import GS, S3, open_kvstore
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
 from orbax_t5x.storage.strict_json import parse_object

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orbax_t5x.errors import CheckpointNotFoundError
-from orbax_t5x.storage.locations import files_at
-from orbax_t5x.storage.opening import opening
+from orbax_t5x.storage.places import files_at, opening
 from orbax_t5x.storage.schemes import scheme_of
 
 COMPANIONS = (

@@ -12,7 +12,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
 from orbax_t5x.readers.orbax.open import read_step_metadata
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names
-from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.interface import Files
 
 # Names that Orbax writes into an item or a step beside arrays.
 _ORBAX_NAMES = re.compile(

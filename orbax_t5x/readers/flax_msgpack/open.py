@@ -18,9 +18,9 @@ from orbax_t5x.readers.flax_msgpack.placeholders import is_early_item
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
+from orbax_t5x.storage.interface import Files, StoredFile
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import files_at, open_directory_of
-from orbax_t5x.storage.store import Files, StoredFile
+from orbax_t5x.storage.places import files_at, open_directory_of
 
 SUFFIX = ".msgpack"
 INDEX_SUFFIX = ".msgpack.index.json"

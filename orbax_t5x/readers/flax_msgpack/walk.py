@@ -23,8 +23,8 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.readers.flax_msgpack.headers import Header, HeaderReader
+from orbax_t5x.storage.interface import StoredFile
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import StoredFile
 
 # Codes of Flax's extensions.
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3

@@ -18,9 +18,9 @@ from orbax_t5x.readers.flax_msgpack.placeholders import placeholder
 from orbax_t5x.readers.flax_msgpack.walk import Node as WalkedNode
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
+from orbax_t5x.storage.interface import Files
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.store import Files
 
 # What Orbax calls empty nodes.
 _EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}

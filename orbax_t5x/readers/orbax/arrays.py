@@ -36,8 +36,8 @@ from orbax_t5x.readers.small_arrays import SmallArray, SmallArrayLeaf, SmallArra
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec
+from orbax_t5x.storage.interface import Files, Snapshot
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Files, Snapshot
 from orbax_t5x.storage.values import Values
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.

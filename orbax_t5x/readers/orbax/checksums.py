@@ -28,8 +28,8 @@ from orbax_t5x.lazy.box import Box, box_size
 from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.tiling import check_tiling
 from orbax_t5x.storage.crc import CRC32C
+from orbax_t5x.storage.interface import Files
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Files
 from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.text.wording import listed
 

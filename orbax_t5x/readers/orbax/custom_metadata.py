@@ -7,7 +7,7 @@ from typing import Any
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.places import files_at
 from orbax_t5x.storage.strict_json import parse_object
 
 _KEY = b'"custom_metadata"'

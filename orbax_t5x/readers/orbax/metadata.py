@@ -20,8 +20,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, array_key, fault_of_key, inside, key_leads_out
+from orbax_t5x.storage.interface import Files
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Files
 from orbax_t5x.storage.strict_json import parse_object
 
 METADATA_FILE = "_METADATA"

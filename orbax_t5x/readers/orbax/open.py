@@ -66,10 +66,10 @@ from orbax_t5x.readers.orbax.steps import (
 )
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.tensorstore_specs import check_database, make_context
+from orbax_t5x.storage.interface import Files, StoredFile
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import LEADS_OUT, is_name
-from orbax_t5x.storage.store import Files, StoredFile
+from orbax_t5x.storage.places import files_at
 from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.trees.dtypes import kind_of
 

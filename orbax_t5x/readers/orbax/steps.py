@@ -30,8 +30,8 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.readers.detect.probe import PathProbe, Subdirectories, is_bundle_state, is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
-from orbax_t5x.storage.locations import files_at
 from orbax_t5x.storage.paths import is_name
+from orbax_t5x.storage.places import files_at
 from orbax_t5x.storage.strict_json import parse_object
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.lazy.leaf import FileExtent
-from orbax_t5x.storage.store import ReadAhead, StoredFile
+from orbax_t5x.storage.interface import ReadAhead, StoredFile
 from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 

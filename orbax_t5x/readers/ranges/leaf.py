@@ -18,7 +18,7 @@ from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from orbax_t5x.readers.ranges.extents import extent_of
 from orbax_t5x.readers.ranges.strided import StridedRange
 from orbax_t5x.storage.crc import CRC32C, Crc
-from orbax_t5x.storage.store import FilePlace
+from orbax_t5x.storage.interface import FilePlace
 
 
 class RangeLeaf(BlockingLeaf):

@@ -18,7 +18,7 @@ from orbax_t5x.lazy.leaf import Checksums, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.byte_range import StoredRange
 from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, moved, read_unchanged
-from orbax_t5x.storage.store import FilePlace
+from orbax_t5x.storage.interface import FilePlace
 
 
 class StoredSlice(NamedTuple):

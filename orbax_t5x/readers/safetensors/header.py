@@ -24,8 +24,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.storage.interface import StoredFile
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.strict_json import parse_object
 
 LENGTH_BYTES = 8

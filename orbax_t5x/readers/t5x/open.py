@@ -24,9 +24,9 @@ from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, newest_directory, newest_first, step_of_name
 from orbax_t5x.readers.t5x.arrays import ZarrArrays
 from orbax_t5x.readers.t5x.specs import is_spec
+from orbax_t5x.storage.interface import Files
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import files_at, open_directory_of
-from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.places import files_at, open_directory_of
 
 _VERSIONS = range(4)
 

@@ -41,8 +41,8 @@ from orbax_t5x.readers.tf_bundle.proto import (
 from orbax_t5x.readers.tf_bundle.sstable import unmask
 from orbax_t5x.readers.tf_bundle.string_range import StringRange
 from orbax_t5x.readers.tiling import MAX_TILING_STEPS, box_text, check_tiling
+from orbax_t5x.storage.interface import Files, StoredFile
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Files, StoredFile
 
 _BIG_ENDIAN = 1
 # An entry may list so many slices more than the index has of its variable, so that the error can name the missing one.

@@ -19,9 +19,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.readers.tf_bundle.sstable import is_table
-from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.interface import Files
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.places import files_at
 
 _LOG = logging.getLogger(__name__)
 

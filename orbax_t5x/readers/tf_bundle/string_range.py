@@ -20,7 +20,7 @@ from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_range import ReadOutcome, StoredRange
 from orbax_t5x.readers.tf_bundle.sstable import unmask
 from orbax_t5x.storage.crc import CRC32C
-from orbax_t5x.storage.store import StoredFile
+from orbax_t5x.storage.interface import StoredFile
 
 _CRC_BYTES = 4
 # Nine groups of seven bits: more than any file holds.

@@ -20,7 +20,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.storage.opening import current_opening, current_recorder
+from orbax_t5x.storage.places import current_opening, current_recorder
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
 from orbax_t5x.storage.remote.transport import ListedTransport, PendingResponse, Response, Transport
 from orbax_t5x.storage.response_clock import ResponseClock

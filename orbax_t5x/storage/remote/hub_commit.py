@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.opening import answered
+from orbax_t5x.storage.places import answered
 from orbax_t5x.storage.remote.hub import HubPath, hub_endpoint, require_network
 from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, await_answer
 from orbax_t5x.storage.remote.transport import Response

@@ -18,7 +18,7 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.storage.opening import answered
+from orbax_t5x.storage.places import answered
 from orbax_t5x.storage.remote.hub import parse_hub_path
 from orbax_t5x.storage.remote.hub_commit import find_commit, known_commit
 from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, await_answer, server_of

@@ -14,12 +14,12 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     LimitExceededError,
 )
+from orbax_t5x.storage.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.remote.connection import FileStat, connect
 from orbax_t5x.storage.remote.remote_file import OpenState, RemoteFile
 from orbax_t5x.storage.remote.request_errors import is_denied, remote_error
 from orbax_t5x.storage.remote.values import DirectoryValues
-from orbax_t5x.storage.store import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.storage.values import Values
 
 # Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket

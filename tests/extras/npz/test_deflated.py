@@ -10,8 +10,8 @@ from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.extras.npz.deflated import DeflatedLeaf, decompress_head
 from orbax_t5x.extras.npz.header import ArrayHeader
 from orbax_t5x.readers.zip_members import Archive
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import read_boxes
 from tests.support.zip_files import Entry, archive_of
 
@@ -28,7 +28,7 @@ def leaf_of(directory, data, header=HEADER, **fields):
     plain = b"head" + VALUES.tobytes()
     right = {"size": len(plain), "crc": zlib.crc32(plain), "method": 8}
     (directory / "file").write_bytes(archive_of([Entry(b"m", data, **(right | fields))]))
-    archive = Archive(FileSet(directory).file("file"), Limits())
+    archive = Archive(LocalFiles(directory).file("file"), Limits())
     return DeflatedLeaf("x", archive, "m", 4, header, Limits())
 
 

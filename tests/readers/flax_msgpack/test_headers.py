@@ -4,13 +4,13 @@ import msgpack
 import pytest
 
 from orbax_t5x.readers.flax_msgpack.walk import StoredText, walk
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 
 
 def walked(directory, data):
     (directory / "file").write_bytes(data)
-    return walk(FileSet(directory).file("file"), Limits())[0]
+    return walk(LocalFiles(directory).file("file"), Limits())[0]
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 31, 32, 255, 256, 65535, 65536, 70000])

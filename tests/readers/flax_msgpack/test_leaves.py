@@ -8,8 +8,8 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.readers.flax_msgpack.leaves import named_nodes
 from orbax_t5x.readers.flax_msgpack.walk import walk
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read_boxes
 
 
@@ -49,6 +49,6 @@ def test_names_of_a_deep_tree_are_bounded_by_the_file(tmp_path):
     with pytest.raises(ot.errors.LimitExceededError, match="names"):
         open_bytes(tmp_path, data)
     (tmp_path / "file").write_bytes(data)
-    file = FileSet(tmp_path).file("file")
+    file = LocalFiles(tmp_path).file("file")
     with pytest.raises(ot.errors.LimitExceededError):
         list(named_nodes(walk(file, Limits())[0], file, Limits()))

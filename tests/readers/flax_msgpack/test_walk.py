@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.readers.flax_msgpack.walk import StoredText, walk
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 
 
 def open_bytes(directory, data, name="state.msgpack", **limits):
@@ -19,7 +19,7 @@ def open_bytes(directory, data, name="state.msgpack", **limits):
 
 def walked(directory, data):
     (directory / "file").write_bytes(data)
-    return walk(FileSet(directory).file("file"), Limits())[0]
+    return walk(LocalFiles(directory).file("file"), Limits())[0]
 
 
 PLAIN = st.recursive(

@@ -20,7 +20,7 @@ from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.readers.ranges import byte_range as _byte_range
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import read_boxes, same_bits
 from tests.support.array_strategies import random_bits
 from tests.support.bundle_writer import DTYPES, np_dtype
@@ -252,7 +252,7 @@ def test_a_bool_that_is_neither_is_damage(tmp_path: Path) -> None:
 
 def test_bits_above_an_int4_do_not_count(tmp_path: Path) -> None:
     stored(tmp_path, np.array([0xFF, 0x0F, 0x37], np.uint8))
-    file = FileSet(tmp_path).file("file")
+    file = LocalFiles(tmp_path).file("file")
     leaf = ByteRangeLeaf("leaf", ByteRange(file, OFFSET, (3,), np_dtype("int4")))
     (out,) = read_boxes(leaf).arrays
     assert out.view(np.uint8).tolist() == [0x0F, 0x0F, 0x07]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from orbax_t5x.readers.ranges.extents import ByteExtent, JoinedExtents
-from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.local import LocalFiles
 
 DATA = bytes(range(100))
 EXTENTS = [(10, 5), (40, 0), (3, 4), (90, 10), (10, 2)]
@@ -14,7 +14,7 @@ JOINED = b"".join(DATA[start : start + size] for start, size in EXTENTS)
 @pytest.mark.parametrize("announced", [False, True])
 def test_any_range_cut_into_any_buffers_is_that_of_the_joined_bytes(tmp_path, announced):
     (tmp_path / "data").write_bytes(DATA)
-    joined = JoinedExtents(FileSet(tmp_path).file("data"), [ByteExtent(*extent) for extent in EXTENTS])
+    joined = JoinedExtents(LocalFiles(tmp_path).file("data"), [ByteExtent(*extent) for extent in EXTENTS])
     assert joined.size == len(JOINED) == 21
     for offset in range(joined.size):
         for size in range(1, joined.size - offset + 1):

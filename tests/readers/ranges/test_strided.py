@@ -9,7 +9,7 @@ from orbax_t5x.lazy.box import box_shape, box_slices, full_box
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.ranges.strided import StridedRange, has_overlaps, last_element, row_major
 from orbax_t5x.storage.crc import CRC32
-from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import random_box, random_buffer
 
 DATA = np.random.default_rng(5).integers(0, 1 << 16, 4096, np.uint16)
@@ -20,7 +20,7 @@ def file(tmp_path_factory):
     directory = tmp_path_factory.mktemp("strided")
     (directory / "data").write_bytes(b"head" + DATA.tobytes())
     (directory / "swapped").write_bytes(b"head" + DATA.byteswap().tobytes())
-    return FileSet(directory).file
+    return LocalFiles(directory).file
 
 
 @st.composite

@@ -6,13 +6,13 @@ import pytest
 
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.readers.ranges.window_reader import WindowReader
-from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.local import LocalFiles
 
 
 def test_taking_and_skipping(tmp_path):
     data = bytes(number % 251 for number in range(1 << 20))
     (tmp_path / "file").write_bytes(data)
-    with closing(FileSet(tmp_path)) as files:
+    with closing(LocalFiles(tmp_path)) as files:
         reader = WindowReader(files.file("file"))
         for size, skipped in ((3, 0), (5000, 10), (0, 1 << 19), (8, 100_000), (1, 0)):
             at = reader.position

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.readers.tf_bundle.sstable import BadVarint, Table, is_table, read_varint, unmask
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 from tests.support.bundle_writer import (
     MAGIC,
     block,
@@ -32,7 +32,7 @@ Entries = list[tuple[bytes, bytes]]
 
 def read(directory: Path, data: bytes, limits: Limits | None = None) -> Entries:
     (directory / "x.index").write_bytes(data)
-    files = FileSet(directory)
+    files = LocalFiles(directory)
     try:
         return list(Table(files.file("x.index"), limits or Limits()).entries())
     finally:
@@ -61,7 +61,7 @@ def test_the_goldens_are_tables(goldens: Path) -> None:
     indexes = sorted(goldens.glob("tf_bundle/*/*.index"))
     assert len(indexes) == 7
     for path in indexes:
-        files = FileSet(path.parent)
+        files = LocalFiles(path.parent)
         assert is_table(files.file(path.name))
         keys = [key for key, _ in Table(files.file(path.name), Limits()).entries()]
         assert keys[0] == b"" and keys == sorted(set(keys))

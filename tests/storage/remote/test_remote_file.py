@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.readers.chunk_grid import chunk_boxes
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import files_at
-from orbax_t5x.storage.opening import opening
+from orbax_t5x.storage.places import files_at, opening
 from orbax_t5x.storage.remote import connection, remote_file, web_server
 from tests.support.http_store import serving
 

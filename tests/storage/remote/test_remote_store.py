@@ -5,8 +5,7 @@ import pytest
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import files_at
-from orbax_t5x.storage.opening import opening
+from orbax_t5x.storage.places import files_at, opening
 from tests.support.http_store import serving
 
 DATA = np.random.default_rng(1).bytes(5 << 20)

@@ -1,4 +1,4 @@
-"""Paths as callers give them: URLs, home directories, links."""
+"""Paths as callers give them: URLs, home directories, links; and the opening that calls share."""
 
 import socket
 
@@ -7,6 +7,9 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.places import answered, current_opening, current_recorder, opening, recording
+from orbax_t5x.storage.transcript import Transcript
 from tests.support.bundle_writer import bundle_of
 
 
@@ -41,3 +44,41 @@ def test_an_empty_path_and_a_list_of_paths(tmp_path):
     for nothing in (None, 3):
         with pytest.raises(TypeError, match=r"a checkpoint's path is text or an os\.PathLike, not"):
             ot.open_checkpoint(nothing)
+
+
+class Connection:
+    def __init__(self):
+        self.calls = []
+
+    def close_idle(self):
+        self.calls.append("close_idle")
+
+    def forget(self):
+        self.calls.append("forget")
+
+
+def test_an_opening_inside_another_is_the_same():
+    with opening(Limits(io_timeout_secs=3)) as outer:
+        assert outer.timeout == 3 and current_opening() is outer
+        with opening(Limits(io_timeout_secs=4)) as inner:
+            assert inner is outer
+        outer.connections["x"] = connection = Connection()
+    assert connection.calls == ["forget"] and current_opening() is not outer
+
+
+def test_a_failed_opening_closes_its_connections():
+    connection = Connection()
+    with pytest.raises(KeyError), opening() as made:
+        made.connections["x"] = connection
+        raise KeyError
+    assert connection.calls == ["close_idle", "forget"]
+
+
+def test_a_question_without_files_is_asked_once_for_all():
+    class Recorder:
+        transcript = Transcript()
+
+    assert answered(["commit"], lambda: "alone") == "alone"
+    with recording(Recorder()):
+        assert answered(["commit"], lambda: "first") == "first" and current_recorder().transcript.encode()
+    assert current_recorder() is None

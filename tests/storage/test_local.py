@@ -17,7 +17,7 @@ from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import read_boxes, same_bits
 from tests.support.array_strategies import random_bits
 from tests.support.byte_ranges import shrink, stored
@@ -132,7 +132,7 @@ def test_reading_after_close_is_a_value_error(tmp_path: Path) -> None:
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, descriptors: set[int]) -> None:
-    files = FileSet(tmp_path, max_open=3)
+    files = LocalFiles(tmp_path, max_open=3)
     leaves = []
     for number in range(10):
         (tmp_path / f"{number}").write_bytes(bytes([number] * 8))
@@ -147,7 +147,7 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, descriptors: set[int]) -> 
 def test_without_descriptors_left_idle_files_are_closed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, descriptors: set[int]
 ) -> None:
-    files = FileSet(tmp_path)
+    files = LocalFiles(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(name.encode())
     one, two = files.file("a"), files.file("b")
@@ -169,7 +169,7 @@ def test_without_descriptors_left_idle_files_are_closed_first(
 
 def test_a_file_closed_while_it_is_read_is_closed_afterwards(tmp_path: Path, descriptors: set[int]) -> None:
     (tmp_path / "a").write_bytes(b"a")
-    files = FileSet(tmp_path)
+    files = LocalFiles(tmp_path)
     file = files.file("a")
     fd = files.acquire(file, None)
     files.close()
@@ -183,7 +183,7 @@ def test_many_threads_share_few_descriptors_and_a_close_ends_them(
     tmp_path: Path, small_windows, descriptors: set[int]
 ) -> None:
     """Right values or, once closed, a ValueError; no descriptor is left or closed twice."""
-    files = FileSet(tmp_path, max_open=2)
+    files = LocalFiles(tmp_path, max_open=2)
     array = random_bits((40, 9), np.dtype(np.float32))
     leaves = []
     for number in range(6):
@@ -211,3 +211,21 @@ def test_many_threads_share_few_descriptors_and_a_close_ends_them(
     assert all(end == "done" or "closed" in end for end in ends)
     assert any("closed" in end for end in ends)
     assert not descriptors
+
+
+def test_tensorstore_finds_a_directory_by_its_path(tmp_path):
+    (tmp_path / "w").mkdir()
+    store = LocalFiles(tmp_path)
+    assert store.kvstore("") == {"driver": "file", "path": store.path}
+    assert store.kvstore("w") == {"driver": "file", "path": str(tmp_path / "w")}
+
+
+def test_an_arrays_directory_has_its_metadata_and_identity(tmp_path):
+    for name in ("v", "w"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".zarray").write_bytes(name.encode())
+    (tmp_path / "link").symlink_to("w")
+    store = LocalFiles(tmp_path)
+    found = {name: store.array_directory(name, ".zarray", limit=10) for name in ("v", "w", "link")}
+    assert [directory[3] for directory in found.values()] == [b"v", b"w", b"w"]
+    assert found["w"][1] == found["link"][1] != found["v"][1]

@@ -3,7 +3,7 @@
 import pytest
 
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, LimitExceededError
-from orbax_t5x.storage.locations import files_at
+from orbax_t5x.storage.places import files_at
 from tests.support.http_store import serving
 
 FILES = {"index": b"names", "data/0": bytes(range(100)), "empty": b""}

@@ -1,16 +1,21 @@
-"""Opening of a checkpoint: shared by all its calls are connections, and the recorder if processes open it together."""
+"""Files of a path as callers give it, and the opening that their calls share; nothing else asks if a path is a URL."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
+from orbax_t5x import on_demand
+from orbax_t5x.storage.interface import Files
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Files
+from orbax_t5x.storage.local import LocalFiles
+from orbax_t5x.storage.paths import url_scheme
 
 _Result = TypeVar("_Result")
+_remote_files = on_demand.function("orbax_t5x.storage.remote.remote_store", "RemoteFiles")
 
 
 class Recorder(Protocol):
@@ -98,3 +103,22 @@ def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
         _OPENING.reset(token)
         for connection in made.connections.values():
             connection.forget()
+
+
+def files_at(path: str) -> Files:
+    """Makes the files of a directory or file, local or behind a URL; looks at nothing local yet.
+
+    Raises:
+      UnsupportedCheckpointError: no store is behind the URL.
+    """
+    if url_scheme(path) is not None:
+        return _remote_files(path)
+    recorder = _RECORDER.get()
+    return LocalFiles(path) if recorder is None else recorder.local(path)
+
+
+def open_directory_of(path: str) -> tuple[Files, str]:
+    """Makes the files of the directory of a file that the caller named, whose symlink is followed; returns its name."""
+    file = files_at(path)
+    directory, name = os.path.split(file.path if file.is_link() else file.named)
+    return files_at(directory), name
