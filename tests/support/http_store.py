@@ -43,6 +43,7 @@ class HttpStore:
     Attributes:
       files: contents by name, before those of the directory.
       etag: makes the ETag of a file's contents; None for no ETag.
+      modified: makes the Last-Modified of a file's contents, or None.
       fault: see `Fault`.
       latency: waited for before each answer, in seconds.
       log: all requests.
@@ -53,6 +54,7 @@ class HttpStore:
         self.directory = directory
         self.files: dict[str, bytes] = {}
         self.etag: Callable[[bytes], str | None] = lambda data: f'"{digest(data)[:16]}"'
+        self.modified: Callable[[bytes], str | None] = lambda data: email.utils.formatdate(0)
         self.fault: Fault = lambda request: None
         self.latency = 0.0
         self.log: list[Request] = []
@@ -278,7 +280,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def send_file(
         self, data: bytes, request: Request, *, cut: int = 0, short: int = 0, without_range: bool = False
     ) -> None:
-        headers = self.tags(data) | {"Accept-Ranges": "bytes", "Last-Modified": email.utils.formatdate(0)}
+        modified = self.server_store.modified(data)
+        headers = self.tags(data) | {"Accept-Ranges": "bytes"} | ({"Last-Modified": modified} if modified else {})
         match = _RANGE.fullmatch(request.range or "")
         if match is None:
             self.send(200, data, headers, cut=cut)

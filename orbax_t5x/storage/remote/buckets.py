@@ -13,6 +13,7 @@ import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.storage.remote.transport import PendingResponse, Response
+from orbax_t5x.storage.remote.versions import Version
 from orbax_t5x.storage.request_settings import REQUEST_SETTINGS
 from orbax_t5x.storage.schemes import Scheme, lower_scheme, split_url
 from orbax_t5x.storage.values import BoundedRange
@@ -70,7 +71,7 @@ class _BucketRead:
         if len(found.value) > self._most:
             raise CheckpointIOError(f"the answer has more than the {self._most} bytes asked for")
         generation = found.stamp.generation
-        return Response(found.value, b"" if generation in _NO_GENERATIONS else generation)
+        return Response(found.value, Version(b"" if generation in _NO_GENERATIONS else generation))
 
     def done(self) -> bool:
         return self._future.done()

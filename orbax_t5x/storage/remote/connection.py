@@ -23,6 +23,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.storage.places import current_opening, current_recorder
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
 from orbax_t5x.storage.remote.transport import ListedTransport, PendingResponse, Response, Transport
+from orbax_t5x.storage.remote.versions import Version
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.schemes import Scheme, scheme_of
 from orbax_t5x.storage.transcript import Transcript
@@ -32,9 +33,9 @@ _Result = TypeVar("_Result")
 
 
 class FileStat(NamedTuple):
-    """Result of a request without bytes for a file; the generation is empty where the server sends none."""
+    """Result of a request without bytes for a file."""
 
-    generation: bytes
+    version: Version
 
 
 class PendingRead(NamedTuple):
@@ -168,7 +169,7 @@ class Connection:
             if self._is_no_file(request.key, error):
                 return None
             raise remote_error(error, "reading its status", path=self.url(request.key)) from error
-        return None if answer is None else FileStat(answer.generation)
+        return None if answer is None else FileStat(answer.version)
 
     def has_file(self, key: str) -> bool:
         """Reports whether a key is a file; a list of its directory is enough."""
@@ -238,7 +239,7 @@ class Connection:
                 raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.url(key))
         answers = _end_all([self.begin(key, BoundedRange.whole(limit)) for key in new], self._end_whole)
         for key, answer in zip(new, answers, strict=True):
-            self._stats[key] = None if answer is None else FileStat(answer.generation)
+            self._stats[key] = None if answer is None else FileStat(answer.version)
             if answer is not None:
                 self._wholes[key] = answer
         return [self._wholes.get(key) for key in keys]

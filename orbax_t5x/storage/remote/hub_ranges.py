@@ -23,6 +23,7 @@ from orbax_t5x.storage.remote.hub import parse_hub_path
 from orbax_t5x.storage.remote.hub_commit import find_commit, known_commit
 from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, await_answer, server_of
 from orbax_t5x.storage.remote.transport import PendingResponse, Response
+from orbax_t5x.storage.remote.versions import NO_VERSION
 from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, content_range, read_answer
 from orbax_t5x.storage.remote.web_request import WebRequest
 from orbax_t5x.storage.remote.web_response import PassingError
@@ -65,7 +66,7 @@ class HubFiles:
                 return _known(LimitExceededError(f"more bytes than the limit of {wanted.most} permits"))
             wanted = BoundedRange.between(start, stop, wanted.into)
         if wanted.is_empty:
-            return _known(Response(b"", b""))
+            return _known(Response(b"", NO_VERSION))
         return WebRequest(functools.partial(self._attempt, key, wanted), self._clock, is_awaited=is_awaited)
 
     def takes_ranges(self, key: str) -> bool:
@@ -137,7 +138,7 @@ class HubFiles:
         data = read_answer(answer.response, answer.wanted)
         self._sizes[key] = size
         self._locations[key] = answer.url
-        return None if data is None else data._replace(generation=b"", file_bytes=size)
+        return None if data is None else data._replace(version=NO_VERSION, file_bytes=size)
 
     def _compare(self, key: str, answer: HubResponse) -> None:
         """Compares what a server says about a file with what it and the hub said before.

@@ -7,6 +7,7 @@ from typing import Any
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.storage.remote.transport import ListedTransport, PendingResponse, Response, Transport
+from orbax_t5x.storage.remote.versions import Version
 from orbax_t5x.storage.transcript import Transcript
 from orbax_t5x.storage.values import BoundedRange
 
@@ -69,7 +70,8 @@ class _Recorded:
         if answer is None:
             self._transcript.add(self._request, ["none"])
         else:
-            self._transcript.add(self._request, ["found", answer.generation.hex(), answer.file_bytes], answer.data)
+            marks = [mark.hex() for mark in answer.version]
+            self._transcript.add(self._request, ["found", marks, answer.file_bytes], answer.data)
         return answer
 
     def done(self) -> bool:
@@ -86,5 +88,6 @@ def _answered(value: list[Any], data: bytes) -> concurrent.futures.Future[Respon
     if kind == "failed":
         future.set_exception(ValueError(value[1]))
     else:
-        future.set_result(Response(data, bytes.fromhex(value[1]), value[2]) if kind == "found" else None)
+        version = Version(*map(bytes.fromhex, value[1])) if kind == "found" else None
+        future.set_result(None if version is None else Response(data, version, value[2]))
     return future

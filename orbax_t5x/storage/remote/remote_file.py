@@ -29,12 +29,13 @@ from orbax_t5x.errors import (
 from orbax_t5x.storage.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
 from orbax_t5x.storage.remote.transport import Response
+from orbax_t5x.storage.remote.versions import NO_VERSION, Version
 from orbax_t5x.storage.request_settings import REQUESTS_AT_ONCE
 from orbax_t5x.storage.transcript import Viewpoint
 from orbax_t5x.storage.values import BoundedRange
 from orbax_t5x.storage.windows import held_bytes, is_held
 
-_Generational = TypeVar("_Generational", Response, FileStat)
+_Versioned = TypeVar("_Versioned", Response, FileStat)
 
 # One request. Smaller pays for more requests, larger waits longer before the first byte can be used and is dearer to
 # repeat.
@@ -73,16 +74,17 @@ class RemoteFile:
 
     is_remote = True
 
-    def __init__(self, connection: Connection, key: str, name: str, generation: bytes, state: OpenState):
+    def __init__(self, connection: Connection, key: str, name: str, version: Version, state: OpenState):
         self._connection = connection
         self._key = key
-        self._generation = generation
+        self._version = version
         self._state = state
         self._size: int | None = None
         self._content: bytes | None = None
         self._reads_whole = False
         self._blocks: dict[int, bytes] = {}
         self._lock = threading.Lock()
+        self._version_lock = threading.Lock()
         self.name: str = name
         self.path: str = connection.url(key)
 
@@ -340,7 +342,7 @@ class RemoteFile:
         viewpoint, there = self._viewpoint, self._size
         if viewpoint is None or there is None:
             return
-        here = RemoteFile(self._connection, self._key, self.name, self._generation, self._state).size
+        here = RemoteFile(self._connection, self._key, self.name, self._version, self._state).size
         if here != there:
             raise self._other_size(viewpoint, here, there, leaf)
 
@@ -357,30 +359,31 @@ class RemoteFile:
                 return None
             raise
 
-    def _proven(self, answer: _Generational | None, leaf: str | None) -> _Generational:
+    def _proven(self, answer: _Versioned | None, leaf: str | None) -> _Versioned:
         """Returns a response, proven to be of the file that was opened.
 
-        A server without strong ETags sends no generation: nothing can be compared then.
+        Raises:
+          CheckpointGoneError: its version is another, or it has none and once had one.
         """
-        viewpoint = self._viewpoint
-        here, there = None if answer is None else answer.generation, self._generation
-        differs = answer is None or bool(here and there and here != there)
-        if viewpoint is not None and differs:
-            found = "missing" if here is None else _tag(here)
-            message, fix = viewpoint.difference("its ETag or generation", found, _tag(there) or "not known")
+        viewpoint, here = self._viewpoint, None if answer is None else answer.version
+        with self._version_lock:
+            there = self._version
+            if answer is not None and here is not None and (there.is_followed_by(here) or _is_empty(answer)):
+                self._version = there.joined(here)
+                return answer
+        if viewpoint is not None:
+            found = "missing" if here is None else str(here) or "not known"
+            message, fix = viewpoint.difference("its ETag or generation", found, str(there) or "not known")
             raise CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
-        if answer is None:
+        if here is None:
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf)
-        if differs:
-            raise CheckpointGoneError(
-                "changed after the checkpoint was opened: its ETag or generation is another", path=self.path, leaf=leaf
-            )
-        return answer
+        message = "changed after the checkpoint was opened: its ETag, generation or Last-Modified is another"
+        raise CheckpointGoneError(message, path=self.path, leaf=leaf)
 
 
-def _tag(generation: bytes) -> str:
-    """Returns an ETag or a generation as text."""
-    return generation.strip(b"\0\1").decode("utf-8", "backslashreplace")
+def _is_empty(answer: Response | FileStat) -> bool:
+    """Reports whether an answer says that there are no bytes; such answers (416) have no marks."""
+    return isinstance(answer, Response) and answer.version == NO_VERSION and not answer.data and not answer.is_in_place
 
 
 class _PieceRequest(NamedTuple):

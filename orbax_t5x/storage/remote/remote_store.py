@@ -16,7 +16,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.storage.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.remote.connection import FileStat, connect
+from orbax_t5x.storage.remote.connection import connect
 from orbax_t5x.storage.remote.remote_file import OpenState, RemoteFile
 from orbax_t5x.storage.remote.request_errors import is_denied, remote_error
 from orbax_t5x.storage.remote.values import DirectoryValues
@@ -212,7 +212,7 @@ class RemoteFiles(Files):
             if (refusal := self.connection.refused.get(key)) is not None:
                 raise remote_error(refusal, "reading its status", path=path, leaf=leaf) from refusal
             raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
-        return RemoteFile(self.connection, key, name, found.generation, self._state)
+        return RemoteFile(self.connection, key, name, found.version, self._state)
 
     def require_open(self) -> None:
         self._state.require_open()
@@ -267,9 +267,9 @@ class RemoteFiles(Files):
 
 
 class RemoteSnapshot(Snapshot):
-    """Snapshot by the generation of one metadata file, which stands for the files that it describes.
+    """Snapshot by the version of one metadata file, which stands for the files that it describes.
 
-    The chunks have generations, too, but TensorStore reads them by itself, and a look at each would double the
+    The chunks have versions, too, but TensorStore reads them by itself, and a look at each would double the
     requests. A writer that changes chunks and leaves the metadata as it was is not noticed.
     """
 
@@ -306,13 +306,9 @@ class RemoteSnapshot(Snapshot):
             if self.was_checked(execution):
                 return
             found = self._connection.stat_again([self._key])[0]
-            if found is None or _differ(found, self._stat):
+            if found is None or (self._stat is not None and not self._stat.version.is_followed_by(found.version)):
                 what = "vanished" if found is None else "changed"
                 raise CheckpointGoneError(
                     f"{what} after the checkpoint was opened", path=self._connection.url(self._key), leaf=leaf
                 )
             self._checked_in = weakref.ref(execution)
-
-
-def _differ(found: FileStat, other: FileStat | None) -> bool:
-    return other is None or bool(found.generation and other.generation and found.generation != other.generation)

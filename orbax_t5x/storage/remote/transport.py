@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from orbax_t5x.storage.remote.versions import Version
 from orbax_t5x.storage.values import BoundedRange
 
 
@@ -12,13 +13,13 @@ class Response(NamedTuple):
 
     Attributes:
       data: the bytes.
-      generation: of the file; empty where the server sends none.
+      version: of the file.
       file_bytes: size of the file; None where the response does not name it.
       is_in_place: whether the bytes are in `BoundedRange.into`, and not in `data`.
     """
 
     data: bytes
-    generation: bytes
+    version: Version
     file_bytes: int | None = None
     is_in_place: bool = False
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointIOError, LimitExceededError
 from orbax_t5x.storage.remote.transport import Response
+from orbax_t5x.storage.remote.versions import Version
 from orbax_t5x.storage.remote.web_response import PassingError, WebResponse
 from orbax_t5x.storage.values import BoundedRange
 
@@ -35,13 +36,13 @@ def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
     if status not in (200, 206):
         response.body(PAGE_BYTES)
         if status == 416 and wanted.stop is None and wanted.start <= 0:
-            return Response(b"", _generation(response))
+            return Response(b"", _version(response))
         return refusal(status)
     encoding = response.headers.get("content-encoding", "").lower()
     if encoding not in ("", "identity"):
         raise CheckpointIOError(f"the server compresses its answer (Content-Encoding: {encoding[:40]!r})")
     if wanted.is_empty:
-        return Response(b"", _generation(response))
+        return Response(b"", _version(response))
     if status == 200:
         data = response.body(wanted.size)
         _check_whole(data, wanted)
@@ -52,7 +53,7 @@ def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
         if wanted.stop is None and wanted.start >= 0:
             _check_size(found.known_end - wanted.start, wanted)
         if wanted.into is not None and size == wanted.size and response.fill(wanted.into):
-            return Response(b"", _generation(response), file_bytes, is_in_place=True)
+            return Response(b"", _version(response), file_bytes, is_in_place=True)
         data = response.body(size)
         if data is None or len(data) != size:
             raise CheckpointIOError(
@@ -61,7 +62,7 @@ def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
     if wanted.stop is None and wanted.start >= 0:
         _check_size(wanted.size if data is None else len(data), wanted)
     assert data is not None
-    return Response(data, _generation(response), file_bytes)
+    return Response(data, _version(response), file_bytes)
 
 
 def _check_size(size: int, wanted: BoundedRange) -> None:
@@ -154,7 +155,7 @@ def _check_whole(data: bytes | None, wanted: BoundedRange) -> None:
         raise ValueError(f"OUT_OF_RANGE: the file ends at byte {len(data)}")
 
 
-def _generation(response: WebResponse) -> bytes:
-    """Returns the strong ETag of a response, or nothing."""
-    tag = response.headers.get("etag", "")
-    return b"" if tag.startswith("W/") else tag.encode("latin-1")
+def _version(response: WebResponse) -> Version:
+    tag, modified = response.headers.get("etag", ""), response.headers.get("last-modified", "")
+    strong, weak = ("", tag[2:]) if tag.startswith("W/") else (tag, "")
+    return Version(strong.encode("latin-1"), weak.encode("latin-1"), modified.encode("latin-1"))

@@ -6,6 +6,7 @@ import pytest
 
 from orbax_t5x.storage.remote.recorded import RecordedBucket, RecordedTransport
 from orbax_t5x.storage.remote.transport import Response
+from orbax_t5x.storage.remote.versions import Version
 from orbax_t5x.storage.transcript import Transcript, Viewpoint
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange
 
@@ -26,7 +27,7 @@ class Server:
         if key == "denied":
             future.set_exception(ValueError("PERMISSION_DENIED: no"))
         else:
-            future.set_result(None if key == "none" else Response(key.encode(), b"tag", 4))
+            future.set_result(None if key == "none" else Response(key.encode(), Version(b"tag"), 4))
         return future
 
     def names(self, prefix, timeout):
@@ -35,7 +36,7 @@ class Server:
 
 
 def read_all(transport):
-    assert transport.read("file", BoundedRange.whole(9)).result() == Response(b"file", b"tag", 4)
+    assert transport.read("file", BoundedRange.whole(9)).result() == Response(b"file", Version(b"tag"), 4)
     assert transport.read("none", NO_BYTES).result() is None
     with pytest.raises(ValueError, match="PERMISSION_DENIED: no"):
         transport.read("denied", NO_BYTES).result()

@@ -3,6 +3,7 @@
 import pytest
 
 from orbax_t5x.errors import CheckpointIOError, LimitExceededError
+from orbax_t5x.storage.remote.versions import NO_VERSION, Version
 from orbax_t5x.storage.remote.web_answer import content_range, range_header, read_answer
 from orbax_t5x.storage.remote.web_response import PassingError
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange
@@ -54,12 +55,16 @@ def test_right_answers():
     for wanted in RANGES:
         start, stop, _ = slice(wanted.start, wanted.stop).indices(10)
         found = answer(f'206 OK\r\nETag: "x"\r\nContent-Range: bytes {start}-{stop - 1}/10', DATA[start:stop], wanted)
-        assert found == (DATA[start:stop], b'"x"', 10)
-    assert answer("206 OK\r\nContent-Range: bytes 2-4/*\r\nETag: W/x", b"cde") == (b"cde", b"", None)
-    assert answer("200 OK", b"abc", BoundedRange.between(0, 3)) == (b"abc", b"", 3)
-    assert answer("200 OK", b"abc", BoundedRange.whole(3)) == (b"abc", b"", 3)
-    assert answer("200 OK", b"", NO_BYTES) == (b"", b"", None)
-    assert answer("416 No", b"", BoundedRange.whole(3)) == (b"", b"", None)
+        assert found == (DATA[start:stop], Version(b'"x"'), 10)
+    assert answer("206 OK\r\nContent-Range: bytes 2-4/*\r\nETag: W/x\r\nLast-Modified: y", b"cde") == (
+        b"cde",
+        Version(b"", b"x", b"y"),
+        None,
+    )
+    assert answer("200 OK", b"abc", BoundedRange.between(0, 3)) == (b"abc", NO_VERSION, 3)
+    assert answer("200 OK", b"abc", BoundedRange.whole(3)) == (b"abc", NO_VERSION, 3)
+    assert answer("200 OK", b"", NO_BYTES) == (b"", NO_VERSION, None)
+    assert answer("416 No", b"", BoundedRange.whole(3)) == (b"", NO_VERSION, None)
     assert answer("404 No", b"page") is None
 
 

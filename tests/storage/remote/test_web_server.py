@@ -32,7 +32,7 @@ def test_ranges(store):
     assert read(server, -20_000, None, 20_000).data == DATA
     assert read(server, 100, None, 20_000).data == DATA[100:]
     assert read(server, 0, None, len(DATA)).data == DATA
-    assert read(server, 0, 0).data == b"" and read(server, 0, 0).generation
+    assert read(server, 0, 0).data == b"" and read(server, 0, 0).version.tag
     assert read(server, 0, None, 9, key="empty").data == b""
     assert read(server, 0, 0, key="none") is None and read(server, 0, 5, key="none") is None
     with pytest.raises(LimitExceededError):
