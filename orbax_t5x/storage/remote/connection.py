@@ -209,7 +209,7 @@ class Connection:
             if not self._is_no_file(key, error):
                 raise remote_error(error, "measuring it", path=self.url(key)) from error
             answer = None
-        self._stats[key] = None if answer is None else FileStat(answer.generation)
+        self._stats[key] = None if answer is None else FileStat(answer.version)
         return answer is not None
 
     def whole_if_small(self, key: str) -> Response | None:

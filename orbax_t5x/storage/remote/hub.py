@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import os
 import re
+import sys
 import urllib.parse
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ _REVISION = r"refs/[^/]+/[^/]+|(?!refs/)[^/]+"
 _PATH = re.compile(rf"hf://(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>{_REVISION}))?(?:/(?P<file>.*))?", re.ASCII)
 _INDEX_SUFFIX = ".index.json"
 _CONFIG = "config.json"
+# Errors of the libraries that versions of the package use.
+_HTTPX = ("NetworkError", "TimeoutException", "ProxyError")
+_SILENCE = {"requests": ("ConnectionError", "Timeout"), "httpx": _HTTPX, "httpx2": _HTTPX}
 # What a repository may hold, best first; each also in several files with an index.
 MODEL_FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
 
@@ -74,10 +78,17 @@ def _package() -> Any:
     return importlib.import_module("huggingface_hub")
 
 
-def require_network() -> None:
-    """Raises an OSError where the user wants no requests to the hub (`HF_HUB_OFFLINE`)."""
-    if _package().constants.HF_HUB_OFFLINE:
-        raise OSError("offline")
+def is_silence(error: Exception) -> bool:
+    """Reports whether the hub did not answer: no network, or none is wanted (`HF_HUB_OFFLINE`)."""
+    modules = [(sys.modules[name], kinds) for name, kinds in _SILENCE.items() if name in sys.modules]
+    known = [getattr(module, kind) for module, kinds in modules for kind in kinds]
+    return isinstance(error, (ConnectionError, TimeoutError, *known))
+
+
+def describe_repository(wanted: HubPath, timeout: float) -> Any:
+    """Asks the hub for a commit and its files; returns the package's `ModelInfo`, or raises its errors."""
+    api = _package().HfApi(endpoint=hub_endpoint())
+    return api.repo_info(wanted.repository, revision=wanted.revision, files_metadata=True, timeout=timeout)
 
 
 def hub_token() -> str | None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 
-from orbax_t5x.errors import CheckpointError, error_at
+from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointIOError, error_at
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.remote.hub import MODEL_FILES, download, is_cached, parse_hub_path
-from orbax_t5x.storage.remote.hub_commit import find_commit
+from orbax_t5x.storage.paths import shared_path
+from orbax_t5x.storage.remote.hub import MODEL_FILES, HubPath, download, is_cached, parse_hub_path
+from orbax_t5x.storage.remote.hub_commit import Commit, find_commit
 from orbax_t5x.storage.remote.hub_ranges import HubFiles
 from orbax_t5x.storage.response_clock import ResponseClock
 
 _logger = logging.getLogger(__name__)
+_COMMIT_HASH = re.compile(r"[0-9a-f]{40}", re.ASCII)
 # Files beside which arrays are in chunks, which TensorStore reads by itself.
 _CHUNKED = frozenset({"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "checkpoint", ".zarray"})
 
@@ -20,7 +23,8 @@ def locate(path: str) -> str:
     """Returns the URL of the commit and the file whose ranges are read, or the local path of downloaded files.
 
     Files are downloaded whole where the hub does not list them or answers no ranges, where arrays are in chunks, and
-    where they are in the hub's cache already, which then needs no network.
+    where they are in the hub's cache already. Without a network the cache is read, with a warning that names the
+    commit.
 
     Raises:
       CheckpointError: as `download`.
@@ -28,14 +32,8 @@ def locate(path: str) -> str:
     wanted = parse_hub_path(path)
     try:
         commit = find_commit(wanted)
-    except Exception as error:  # the package's settings may reach the hub where ours do not; and it has a cache
-        _logger.info("%s: the hub does not list its files (%s); they are read whole", path, type(error).__name__)
-        if not isinstance(error, CheckpointError):
-            return download(path)
-        try:
-            return download(path, is_offline=True)
-        except CheckpointError:
-            raise error_at(error, path=path, leaf=None) from None
+    except (CheckpointError, ConnectionError) as error:
+        return _locate_in_cache(path, wanted, error)
     below = f"{wanted.file}/" if wanted.file else ""
     inside = [name.removeprefix(below) for name in commit.sizes if name.startswith(below)]
     beside = [name for name in commit.sizes if name == wanted.file or name.startswith(f"{wanted.file}.")]
@@ -43,16 +41,53 @@ def locate(path: str) -> str:
     file = next((f"{below}{name}" for name in models if name in inside), None)
     files = [*([file] if file else []), *(beside if wanted.file else []), *(f"{below}{name}" for name in inside)]
     if not files:
-        return download(path)
+        return _download(path, commit)
     own_names = {wanted.file.rpartition("/")[2], *(name for name in inside if "/" not in name)}
     names_below = {name.rpartition("/")[2] for name in inside if file is None}
     if (own_names | names_below) & _CHUNKED:
         _logger.warning("%s: arrays in chunks are not read from the hub in place; the files are downloaded whole", path)
-        return download(path)
+        return _download(path, commit)
     if is_cached(wanted.repository, commit.revision, files[0]):
-        return download(path)
+        return _download(path, commit)
     base = f"hf://{wanted.repository}@{commit.revision}"
     if not HubFiles(base, ResponseClock(Limits().io_timeout_secs)).takes_ranges(files[0]):
         _logger.warning("%s: the hub answers no byte ranges; the files are downloaded whole", path)
-        return download(path)
+        return _download(path, commit)
     return f"{base}/{wanted.file}" if wanted.file else base
+
+
+def _download(path: str, commit: Commit) -> str:
+    """Does `download`; whose package takes an older commit from its cache if the hub fails.
+
+    Raises:
+      CheckpointGoneError: it is another commit than the hub has named.
+    """
+    found = download(path)
+    there = parse_hub_path(shared_path(found)).revision
+    if there != commit.revision:
+        raise CheckpointGoneError(f"the hub named the commit {commit.revision}, and sent {there}", path=path)
+    return found
+
+
+def _locate_in_cache(path: str, wanted: HubPath, error: CheckpointError | ConnectionError) -> str:
+    """Returns the cached files of a revision: of a commit, or of another whose hub does not answer.
+
+    Raises:
+      CheckpointError: the hub's, or the cache does not have them.
+    """
+    is_commit = wanted.revision is not None and _COMMIT_HASH.fullmatch(wanted.revision) is not None
+    if isinstance(error, CheckpointError) and not is_commit:
+        raise error_at(error, path=path, leaf=None) from None
+    try:
+        found = download(path, is_offline=True)
+    except CheckpointError:
+        if isinstance(error, CheckpointError):
+            raise error_at(error, path=path, leaf=None) from None
+        message = f"the hub does not answer ({error}), and its cache does not have the files"
+        raise CheckpointIOError(message, path=path) from None
+    if not is_commit:
+        there = parse_hub_path(shared_path(found)).revision
+        _logger.warning(
+            "%s: the hub does not answer (%s); its cache has the commit %s, which is read", path, error, there
+        )
+    return found

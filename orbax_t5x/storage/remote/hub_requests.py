@@ -6,13 +6,10 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
-from orbax_t5x.errors import CheckpointError, CheckpointIOError, error_at
 from orbax_t5x.storage.remote.hub import hub_endpoint, hub_token
-from orbax_t5x.storage.remote.request_errors import remote_error
-from orbax_t5x.storage.remote.transport import PendingResponse, Response
 from orbax_t5x.storage.remote.web_answer import PAGE_BYTES
 from orbax_t5x.storage.remote.web_request import WebRequest
-from orbax_t5x.storage.remote.web_response import PassingError, WebResponse
+from orbax_t5x.storage.remote.web_response import WebResponse
 from orbax_t5x.storage.remote.web_server import WebServer
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.values import BoundedRange
@@ -114,27 +111,6 @@ class HubRequests:
             server.close_idle()
 
 
-def await_answer(request: PendingResponse, clock: ResponseClock, doing: str, path: str) -> Response | None:
-    """Waits for the answer to a request; None where there is no such file.
-
-    Raises:
-      ConnectionError: there is no answer; other settings may find the way.
-      CheckpointError: the answer cannot be used.
-    """
-    try:
-        return request.result(clock.timeout)
-    except CheckpointError as error:
-        raise error_at(error, path=path, leaf=None) from None
-    except TimeoutError:
-        request.cancel()
-        raise CheckpointIOError(f"{doing}: {clock.timeout_text()}", path=path) from None
-    except ValueError as error:
-        cause = error.__cause__.__cause__ if isinstance(error.__cause__, PassingError) else error.__cause__
-        if isinstance(cause, OSError):
-            raise ConnectionError(str(cause)) from None
-        raise remote_error(error, doing, path=path) from None
-
-
 class _Redirect(NamedTuple):
     """A redirect of a server."""
 
@@ -146,11 +122,7 @@ def _next_url(url: str, location: str | None) -> str:
     target = urllib.parse.urljoin(url, location or "")
     parts = urllib.parse.urlsplit(target)
     schemes = (urllib.parse.urlsplit(url).scheme, parts.scheme)
-    if (
-        location is None
-        or not parts.hostname
-        or schemes not in (("http", "http"), ("http", "https"), ("https", "https"))
-    ):
+    if location is None or not parts.hostname or schemes not in _STEPS:
         raise ValueError("UNKNOWN: the hub sends on to no URL of the web")
     return target
 

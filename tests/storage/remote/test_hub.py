@@ -134,14 +134,6 @@ def test_a_token_that_the_hub_sends_back_is_masked(hub, monkeypatch):
     assert "odd-t0ken" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_the_cache_is_enough(hub):
-    hub.files = {"model.safetensors": safetensors.numpy.save({"w": W})}
-    ot.open_checkpoint("hf://google/tiny").close()
-    hub.fault = lambda request: "500"
-    with ot.open_checkpoint("hf://google/tiny") as checkpoint:
-        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
-
-
 def test_what_is_not_on_the_hub(hub):
     hub.files = {"tf_model.h5": b"\x89HDF"}
     with pytest.raises(UnsupportedCheckpointError, match=r"neither model\.safetensors"):

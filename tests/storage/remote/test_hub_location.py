@@ -1,6 +1,6 @@
 """Where a path on the hub is read: by range, or whole with a word, or from the cache."""
 
-import logging
+import contextlib
 import shutil
 
 import huggingface_hub
@@ -10,7 +10,9 @@ import pytest
 from huggingface_hub import constants
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CheckpointNotFoundError
+from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError
+from orbax_t5x.storage.remote import hub_commit
+from tests.support.http_store import serving
 from tests.support.hub_server import B, W, model
 
 pytestmark = pytest.mark.slow
@@ -42,16 +44,90 @@ def test_arrays_in_chunks_are_read_whole_with_a_word(hub, caplog, tmp_path):
     assert "arrays in chunks" in caplog.text
 
 
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("orbax_t5x")]
+
+
 def test_what_is_in_the_cache_is_read_there(hub, caplog):
-    caplog.set_level(logging.INFO)
     huggingface_hub.snapshot_download("google/tiny", endpoint=hub.url)
     hub.storage.forget()
-    for fault in (None, "500"):
-        hub.fault = lambda request, fault=fault: fault
-        with ot.open_checkpoint("hf://google/tiny") as checkpoint:
+    with ot.open_checkpoint("hf://google/tiny") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+    assert not hub.storage.log and not warnings_of(caplog)
+
+
+def reset_sessions():
+    """Versions of the package before 1.0 ask for the setting when they make a session."""
+    getattr(huggingface_hub.utils, "reset_sessions", lambda: None)()
+
+
+@contextlib.contextmanager
+def offline(hub):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        reset_sessions()
+        yield
+    reset_sessions()
+
+
+@contextlib.contextmanager
+def unreachable(hub):
+    with pytest.MonkeyPatch.context() as patch:
+        with serving() as gone:
+            patch.setenv("HF_ENDPOINT", gone.url)
+        yield
+
+
+@contextlib.contextmanager
+def silent(hub):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub_commit, "Limits", lambda: ot.Limits(io_timeout_secs=0.3))
+        hub.fault = lambda request: "stall"
+        yield
+    hub.fault = lambda request: None
+
+
+@pytest.mark.parametrize("kind", [offline, unreachable, silent])
+def test_without_a_network_the_cached_commit_is_read_with_one_warning(hub, caplog, kind):
+    """A commit itself needs no warning, and without a cache there is nothing to read."""
+    with kind(hub), pytest.raises(CheckpointError, match="does not answer"):
+        ot.open_checkpoint("hf://google/tiny")
+    huggingface_hub.snapshot_download("google/tiny", endpoint=hub.url)
+    huggingface_hub.snapshot_download("google/tiny", revision=hub.commit, endpoint=hub.url)
+    for revision, count in {"": 1, f"@{hub.commit}": 0}.items():
+        caplog.clear()
+        hub.forget()
+        with kind(hub), ot.open_checkpoint(f"hf://google/tiny{revision}") as checkpoint:
             np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
-    assert not hub.storage.log
-    assert "does not list its files" in caplog.text
+            assert hub.commit in checkpoint.path
+        assert len(warnings_of(caplog)) == count and all(hub.commit in text for text in warnings_of(caplog))
+        assert len(hub.log) == (kind is silent)
+
+
+ANSWERS = {
+    "401": (401, b"{}", {"X-Error-Code": "RepoNotFound"}),
+    "403": (403, b"{}", {}),
+    "gated": (403, b"{}", {"X-Error-Code": "GatedRepo"}),
+    "404": (404, b"{}", {"X-Error-Code": "RepoNotFound"}),
+    "429": (429, b"{}", {}),
+    "500": (500, b"{}", {}),
+    "503": (503, b"{}", {}),
+    "a login page": (200, b"<html>please log in</html>", {"Content-Type": "text/html"}),
+    "no commit": (200, b"{}", {}),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_an_answer_of_the_hub_is_never_replaced_by_the_cache(hub, monkeypatch, kind):
+    """Unless a commit was asked for, which never changes."""
+    huggingface_hub.snapshot_download("google/tiny", endpoint=hub.url)
+    huggingface_hub.snapshot_download("google/tiny", revision=hub.commit, endpoint=hub.url)
+    monkeypatch.setattr(hub, "answer_to", lambda name, query: ANSWERS[kind])
+    for path in ("hf://google/tiny", "hf://google/tiny@main", "hf://google/tiny/model.safetensors"):
+        with pytest.raises(CheckpointError):
+            ot.open_checkpoint(path)
+    with ot.open_checkpoint(f"hf://google/tiny@{hub.commit}") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
 
 
 def test_hosts_with_and_without_a_cache_have_one_name_for_it(hub):

@@ -37,7 +37,8 @@ def store():
 
 def send(store, tag, date, which):
     store.files["model.safetensors"] = CONTENTS[which]
-    store.etag, store.modified = lambda data: TAGS[tag], lambda data: DATES[date]
+    store.etag = lambda data: TAGS[tag]
+    store.modified = lambda data: DATES[date]
 
 
 def proves_change(before, after):
@@ -58,7 +59,7 @@ def test_a_file_that_is_exchanged_is_never_mixed(store, before):
     for after in AFTER:
         if before[0] == after[0] == "strong" and after[2] != "same":
             continue  # a server that lies
-        send(store, *before, "same")
+        send(store, before[0], before[1], "same")
         with ot.open_checkpoint(f"{store.url}/model.safetensors") as checkpoint:
             np.testing.assert_array_equal(checkpoint.leaves["a"].get(), FIRST)
             send(store, *after)
