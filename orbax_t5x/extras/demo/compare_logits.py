@@ -21,6 +21,8 @@ from orbax_t5x.restoring.api import restore
 
 # The share of each sequence that is padding at most.
 _PADDING = 3
+# What only a config.json tells.
+_FUNCTION = ("activation", "scale_decoder_outputs", "max_distance", "layer_norm_epsilon")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,9 @@ def compare_logits(
 
 
 def _configs(a: Checkpoint, b: Checkpoint) -> list[T5Config]:
-    """Returns the sizes of both; of one whose names are unknown, those of the other.
+    """Finds the configs of both; an unknown one is the other's.
+
+    If only one has a config.json, its function is both's: a conversion changes names, and writes none.
 
     Raises:
       UnsupportedCheckpointError: the names of both are unknown.
@@ -129,7 +133,13 @@ def _configs(a: Checkpoint, b: Checkpoint) -> list[T5Config]:
     known = [config for config in found if config is not None]
     if not known:
         raise unknown[0]
-    return [config or known[0] for config in found]
+    configs = [config or known[0] for config in found]
+    owners = [checkpoint.metadata.get("config") is not None for checkpoint in (a, b)]
+    if sum(owners) == 1 and configs[0].tied == configs[1].tied:
+        owner = configs[owners.index(True)]
+        function = {name: getattr(owner, name) for name in _FUNCTION}
+        configs = [dataclasses.replace(config, **function) for config in configs]
+    return configs
 
 
 def _tokens(sequences: int, length: int, vocab: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
