@@ -111,7 +111,7 @@ class Block(NamedTuple):
 async def for_each_block(
     blocks: Iterable[Block], limit: int, total: int = 0, on_progress: Callable[[int, int, str], None] | None = None
 ) -> None:
-    """Works on several blocks at a time; the first failure cancels the rest.
+    """Works on several blocks at once; the first failure cancels all.
 
     Args:
       blocks: taken as room becomes free; a block of more than the limit is worked on by itself.
