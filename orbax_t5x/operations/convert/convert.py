@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Literal
 
 from orbax_t5x.concurrency import Cleanup, call_with_cleanup, guarded, is_meant_for_caller
@@ -24,14 +24,13 @@ from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedChec
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.multihost.heartbeat import announce_exit
-from orbax_t5x.operations.convert.bucket_destination import BucketDestination
 from orbax_t5x.operations.convert.destination import Destination, LocalDestination
-from orbax_t5x.operations.convert.hub_destination import HubDestination
 from orbax_t5x.operations.convert.job import FORMATS, PRIMARY, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
 from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.registry import Registry
 from orbax_t5x.restoring.api import plan_of
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import Caller
@@ -183,17 +182,25 @@ def _text_of(destination: str | os.PathLike[str]) -> str:
     return name
 
 
+_DESTINATIONS: Registry[Callable[[str], Destination]] = Registry(
+    "destination",
+    {
+        "gs": "orbax_t5x.operations.convert.bucket_destination:BucketDestination",
+        "s3": "orbax_t5x.operations.convert.bucket_destination:BucketDestination",
+        "hf": "orbax_t5x.operations.convert.hub_destination:HubDestination",
+    },
+)
+
+
 def _destination(name: str) -> Destination:
     scheme = url_scheme(name)
     if scheme is None:
         return LocalDestination(name)
-    if scheme in ("gs", "s3"):
-        return BucketDestination(name)
-    if scheme == "hf":
-        return HubDestination(name)
-    raise UnsupportedCheckpointError(
-        f"{scheme}:// is not written; local directories, gs://, s3:// and hf:// are", path=name
-    )
+    try:
+        return _DESTINATIONS.get(scheme)(name)
+    except KeyError:
+        message = f"{scheme}:// is not written; local directories, gs://, s3:// and hf:// are"
+        raise UnsupportedCheckpointError(message, path=name) from None
 
 
 @contextlib.contextmanager
