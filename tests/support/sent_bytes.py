@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import urllib3
 
-from orbax_t5x.storage.remote.web_response import BoundedResponse, WebResponse
+from orbax_t5x.extras.web.web_response import BoundedResponse, WebResponse
 from orbax_t5x.storage.values import BoundedRange
 
 

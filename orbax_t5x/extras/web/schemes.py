@@ -6,11 +6,11 @@ import urllib.parse
 from typing import Any, NoReturn
 
 from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.extras.web.hub import download_files, parse_hub_path
+from orbax_t5x.extras.web.hub_location import locate
+from orbax_t5x.extras.web.hub_ranges import HubFiles
+from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.remote.hub import download_files, parse_hub_path
-from orbax_t5x.storage.remote.hub_location import locate
-from orbax_t5x.storage.remote.hub_ranges import HubFiles
-from orbax_t5x.storage.remote.web_server import WebServer
 from orbax_t5x.storage.schemes import Scheme, StoreUrl, lower_scheme, split_url
 
 

@@ -187,7 +187,7 @@ _DESTINATIONS: Registry[Callable[[str], Destination]] = Registry(
     {
         "gs": "orbax_t5x.operations.convert.bucket_destination:BucketDestination",
         "s3": "orbax_t5x.operations.convert.bucket_destination:BucketDestination",
-        "hf": "orbax_t5x.operations.convert.hub_destination:HubDestination",
+        "hf": "orbax_t5x.extras.web.hub_destination:HubDestination",
     },
 )
 

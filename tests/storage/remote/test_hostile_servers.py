@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
-from orbax_t5x.storage.remote import hub_commit, hub_location
+from orbax_t5x.extras.web import hub_commit, hub_location
 from tests.support.bundle_writer import bundle_of
 from tests.support.hostile_answers import KINDS
 from tests.support.http_store import serving

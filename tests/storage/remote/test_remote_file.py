@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
+from orbax_t5x.extras.web import web_server
 from orbax_t5x.readers.chunk_grid import chunk_boxes
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.places import files_at, opening
-from orbax_t5x.storage.remote import connection, remote_file, web_server
+from orbax_t5x.storage.remote import connection, remote_file
 from tests.support.http_store import serving
 
 DATA = np.random.default_rng(1).bytes(5 << 20)

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError
-from orbax_t5x.storage.remote import hub_commit
+from orbax_t5x.extras.web import hub_commit
 from tests.support.http_store import serving
 from tests.support.hub_server import B, W, model
 

@@ -6,11 +6,11 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
-from orbax_t5x.storage.remote.hub import hub_endpoint, hub_token
-from orbax_t5x.storage.remote.web_answer import PAGE_BYTES
-from orbax_t5x.storage.remote.web_request import WebRequest
-from orbax_t5x.storage.remote.web_response import WebResponse
-from orbax_t5x.storage.remote.web_server import WebServer
+from orbax_t5x.extras.web.hub import hub_endpoint, hub_token
+from orbax_t5x.extras.web.web_answer import PAGE_BYTES
+from orbax_t5x.extras.web.web_request import WebRequest
+from orbax_t5x.extras.web.web_response import WebResponse
+from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.values import BoundedRange
 

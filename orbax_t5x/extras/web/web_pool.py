@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import urllib3
 import urllib3.connection
 
-from orbax_t5x.storage.remote.web_response import BoundedResponse
+from orbax_t5x.extras.web.web_response import BoundedResponse
 from orbax_t5x.storage.request_settings import REQUESTS_AT_ONCE
 
 # As for TensorStore; beside it the environment variables of OpenSSL hold.

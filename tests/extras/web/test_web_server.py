@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from orbax_t5x.errors import LimitExceededError
-from orbax_t5x.storage.remote.web_server import WebServer
+from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.values import BoundedRange
 from tests.support.http_store import serving

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
-from orbax_t5x.storage.remote.hub import parse_hub_path
+from orbax_t5x.extras.web.hub import parse_hub_path
 from tests.support.http_store import HttpStore
 from tests.support.hub_server import Hub
 from tests.support.torch_files import save_torch

@@ -6,11 +6,11 @@ import logging
 import re
 
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointIOError, error_at
+from orbax_t5x.extras.web.hub import MODEL_FILES, HubPath, download, is_cached, parse_hub_path
+from orbax_t5x.extras.web.hub_commit import Commit, find_commit
+from orbax_t5x.extras.web.hub_ranges import HubFiles
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import shared_path
-from orbax_t5x.storage.remote.hub import MODEL_FILES, HubPath, download, is_cached, parse_hub_path
-from orbax_t5x.storage.remote.hub_commit import Commit, find_commit
-from orbax_t5x.storage.remote.hub_ranges import HubFiles
 from orbax_t5x.storage.response_clock import ResponseClock
 
 _logger = logging.getLogger(__name__)

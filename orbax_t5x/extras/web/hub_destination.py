@@ -6,13 +6,13 @@ import contextlib
 from pathlib import Path
 
 from orbax_t5x.errors import CheckpointIOError, Fix, UnsupportedCheckpointError
+from orbax_t5x.extras.web.hub import commit_files, parse_hub_path, typed_hub_errors
+from orbax_t5x.extras.web.hub_commit import Commit, find_commit
 from orbax_t5x.operations.convert.destination import Destination, require_overwrite, staging_directory
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.safetensors_output import WEIGHTS
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.storage.remote.hub import commit_files, parse_hub_path, typed_hub_errors
-from orbax_t5x.storage.remote.hub_commit import Commit, find_commit
 from orbax_t5x.text.wording import listed
 
 _SHOWN_FILES = 5

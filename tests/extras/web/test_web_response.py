@@ -6,7 +6,7 @@ import pytest
 import urllib3
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.storage.remote.web_response import PassingError
+from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange
 from tests.support.sent_bytes import SentBytes, received, response_of
 

@@ -7,9 +7,9 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsupportedCheckpointError
-from orbax_t5x.storage.remote import hub_commit
-from orbax_t5x.storage.remote.hub import parse_hub_path
-from orbax_t5x.storage.remote.hub_commit import find_commit, known_commit
+from orbax_t5x.extras.web import hub_commit
+from orbax_t5x.extras.web.hub import parse_hub_path
+from orbax_t5x.extras.web.hub_commit import find_commit, known_commit
 from tests.support.hub_server import model
 
 pytestmark = pytest.mark.slow

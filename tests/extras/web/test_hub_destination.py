@@ -104,7 +104,7 @@ def test_a_kill_leaves_the_hub_as_it_was(hub, source, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(WorkDirectory, "__exit__", lambda work, *exception: work._lock.close())
-        patch.setattr("orbax_t5x.operations.convert.hub_destination.commit_files", lambda *arguments: killed(arguments))
+        patch.setattr("orbax_t5x.extras.web.hub_destination.commit_files", lambda *arguments: killed(arguments))
         with pytest.raises(Killed):
             ot.convert(source, "hf://google/tiny", format="safetensors")
     assert hub.files.keys() == {"README.md", "pytorch_model.bin"}

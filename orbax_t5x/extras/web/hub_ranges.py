@@ -19,16 +19,16 @@ from orbax_t5x.errors import (
     LimitExceededError,
     error_at,
 )
+from orbax_t5x.extras.web.hub import parse_hub_path
+from orbax_t5x.extras.web.hub_commit import find_commit, known_commit
+from orbax_t5x.extras.web.hub_requests import HubRequests, HubResponse, server_of
+from orbax_t5x.extras.web.web_answer import PAGE_BYTES, content_range, read_answer
+from orbax_t5x.extras.web.web_request import WebRequest
+from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.storage.places import answered
-from orbax_t5x.storage.remote.hub import parse_hub_path
-from orbax_t5x.storage.remote.hub_commit import find_commit, known_commit
-from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, server_of
 from orbax_t5x.storage.remote.request_errors import is_ignored_range, remote_error
 from orbax_t5x.storage.remote.transport import PendingResponse, Response
 from orbax_t5x.storage.remote.versions import NO_VERSION
-from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, content_range, read_answer
-from orbax_t5x.storage.remote.web_request import WebRequest
-from orbax_t5x.storage.remote.web_response import PassingError
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.values import BoundedRange
 
