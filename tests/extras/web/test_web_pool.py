@@ -1,6 +1,13 @@
 """Ways to servers: straight, through the proxies of the environment, and with their names as requests hold them."""
 
+import datetime
+import ipaddress
+import ssl
+
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 import orbax_t5x as ot
 from orbax_t5x.extras.web.web_pool import find_route
@@ -56,3 +63,38 @@ def test_other_proxies_are_refused_by_name_before_anything_is_sent(monkeypatch, 
     with pytest.raises(ot.errors.UnsupportedCheckpointError, match=PROXIES[proxy]) as caught:
         ot.open_checkpoint("http://models.invalid/model")
     assert "s3cret" not in str(caught.value)
+
+
+def write_certificate(path):
+    """Writes a key and a certificate of its own for this machine."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "here")])
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = (
+        made.serial_number(1).not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
+    )
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = made.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    forms = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path.write_bytes(key.private_bytes(*forms) + made.public_bytes(forms[0]))
+
+
+def test_tls(tmp_path, monkeypatch):
+    """Connections are used again and filled in place; who is not trusted is not asked again."""
+    write_certificate(tmp_path / "here.pem")
+    with serving() as store:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "here.pem")
+        store._server.socket = context.wrap_socket(store._server.socket, server_side=True)
+        store.files["a"] = data = bytes(range(256)) * 5000
+        url, memory = store.url.replace("http://", "https://"), memoryview(bytearray(1 << 20))
+        with pytest.raises(ValueError, match=r"^UNKNOWN: SSLCertVerificationError"):
+            WebServer(url, ResponseClock(5)).read("a", BoundedRange.between(0, 5)).result(30)
+        monkeypatch.setenv("TENSORSTORE_CA_BUNDLE", str(tmp_path / "here.pem"))
+        server = WebServer(url, ResponseClock(5))
+        for is_awaited in (True, False):
+            assert server.read("a", BoundedRange.between(3, 9), is_awaited=is_awaited).result(30).data == data[3:9]
+            wanted = BoundedRange.between(7, 7 + len(memory), memory)
+            assert server.read("a", wanted, is_awaited=is_awaited).result(30).is_in_place
+            assert memory == data[7 : 7 + len(memory)]
+        assert len({request.port for request in store.log}) == 1
