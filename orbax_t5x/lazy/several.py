@@ -113,10 +113,10 @@ def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
 
 
 def scaled(view: Any, scale: Any) -> View:
-    """Multiplies an array by one number, box by box, in float32 or wider.
+    """Multiplies an array by one number, or each row by its own, box by box, in float32 or wider.
 
     Raises:
-      ValueError: a scale of several elements.
+      ValueError: a scale of another shape.
       TypeError: what holds no real numbers.
     """
     return View(scaled_node(as_view(view).node, as_view(scale).node))

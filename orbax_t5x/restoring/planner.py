@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x import on_demand
@@ -26,7 +26,7 @@ from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.text.wording import counted
-from orbax_t5x.transforms.dequantize import scales_beside
+from orbax_t5x.transforms.dequantize import multiplied_by, scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 from orbax_t5x.trees.flat import parents, prefixed
@@ -140,7 +140,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     unused = [name for name in matcher.leftover_sources() if name not in used] if matcher.leftovers else []
     dropped = {name for name, value in inputs.stored.items() if value is not None} - used - set(unused)
     if unused:
-        diagnostics.warnings += _warnings_of_scales(used, unused)
+        diagnostics.warnings += _warnings_of_scales({name: inputs.stored[name] for name in used}, unused)
     for pattern in matcher.unused_patterns() if options.fallback_for else ():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     found = () if resuming or not inputs.given else rules_found(inputs.given, transforms)
@@ -165,16 +165,15 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     return plan
 
 
-def _warnings_of_scales(used: Collection[str], unused: Sequence[str]) -> list[str]:
+def _warnings_of_scales(used: Mapping[str, Any], unused: Sequence[str]) -> list[str]:
     """Returns a warning if quantized weights are restored without their scales."""
     scales = scales_beside(used, unused)
+    advice = ": add ot.rules.scaled_fp8_to_float32() to the transforms" if scales else ", in a form that is not known"
+    scales = scales or list({weight: name for name, weight in multiplied_by(used, unused)}.values())
     if not scales:
         return []
     count = counted(len(scales), "quantized weight is", "quantized weights are")
-    return [
-        f"{count} restored without the scale that is stored beside it ({scales[0]}): add "
-        "ot.rules.scaled_fp8_to_float32() to the transforms"
-    ]
+    return [f"{count} restored without the scale that is stored beside it ({scales[0]}){advice}"]
 
 
 def _is_changed(source: Mapping[str, Any], state: Mapping[str, Any]) -> bool:

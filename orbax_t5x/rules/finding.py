@@ -83,7 +83,7 @@ def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
     pack, refusal = _infer_pack(source, target)
     if pack is not None and _fills(pack.parts, source, target):
         return FoundMapping((*slots, *pack.parts), pack.found)
-    if scales_beside(given.keys(), given) and not scales_beside(target.keys(), target):
+    if scales_beside(given, given) and not scales_beside(target, target):
         scaled = pack_function("scaled_fp8_to_float32")()
         found = find_rules(_run((scaled,), given, target), target)
         return found._replace(parts=(scaled, *found.parts))

@@ -102,7 +102,7 @@ def find_pack(source_leaves: Any, target_leaves: Any) -> RulePack | None:
     if biases is not None:
         pack = join_packs((*pack.parts, biases), (biases.inverse(), *pack.inverse().parts) if pack.has_inverse else ())
         names = pack.apply(views_or_zeros(source), target, Diagnostics())
-    if scales_beside(names.keys(), names) and not scales_beside(target.keys(), target):
+    if scales_beside(names, names) and not scales_beside(target, target):
         pack = join_packs((*pack.parts, pack_function("scaled_fp8_to_float32")()), ())
         names = pack.apply(views_or_zeros(source), target, Diagnostics())
     dropped = without_place(names, target)

@@ -12,6 +12,7 @@ from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.chain import Chain
+from orbax_t5x.transforms.dequantize import MARKER, QUANTIZED_ELSEWHERE, UNKNOWN_FORM, multiplied_by, notes_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop
 from orbax_t5x.transforms.patterns.closest import ClosestNames
@@ -239,9 +240,16 @@ class RulePack(Chain):
     ) -> dict[str, Any]:
         """Returns the model's leaves that the layout cannot have, which stay as they are: problems or a warning."""
         unfit = leaves.unfit(state)
+        if MARKER in leaves.leaves:
+            notes = notes_beside(state)
+            unfit = {name: reason for name, reason in unfit.items() if name not in notes}
         change = change_between(state, target)
         own_target = target if change is None else change.reversed().applied(target)
         named = {name: reason for name, reason in unfit.items() if not _is_same_call(state[name], own_target.get(name))}
+        # Whatever is allowed: a weight without its scale is another weight.
+        for name, weight in multiplied_by(state, list(named)):
+            diagnostics.problem("unmapped", name, UNKNOWN_FORM.format(repr(weight)), QUANTIZED_ELSEWHERE)
+            named.pop(name, None)
         if named and diagnostics.allows_unmapped:
             diagnostics.warnings.append(
                 f"{self.name}: {leaves_text(len(named))} that {leaves.layout} cannot have, so that no name and value "

@@ -11,7 +11,10 @@ from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.scaled_fp8 import with_scales
 from orbax_t5x.rules.steps import WithoutPrefix
 from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.dequantize import NOTES, SCALES, WEIGHT
 from orbax_t5x.transforms.names import Rename
+
+_KINDS = "|".join(end[1:] for end in (WEIGHT, *SCALES, *NOTES))
 
 
 class RenamedLeaf(NamedTuple):
@@ -69,10 +72,10 @@ def renaming_pack(
 
 
 def _rename_weights(pairs: Sequence[tuple[str, str]]) -> Rename:
-    """Returns the rules for names with `*`; a weight's scale is renamed as the weight."""
+    """Returns the rules for names with `*`; what scales a weight is renamed as the weight."""
     rules: list[tuple[str, str]] = []
     for old, new in pairs:
         pattern = re.escape(old.removesuffix("weight")).replace(r"\*", r"(?P<i>\d+)")
         replacement = new.removesuffix("weight").replace("*", r"\g<i>")
-        rules.append((rf"{pattern}(?P<kind>(?:scale_)?weight)", rf"{replacement}\g<kind>"))
+        rules.append((rf"{pattern}(?P<kind>{_KINDS})", rf"{replacement}\g<kind>"))
     return Rename(tuple(rules), require_match=False)

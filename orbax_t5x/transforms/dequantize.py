@@ -1,9 +1,11 @@
-"""Weights that are quantized with one scale each become floating-point numbers; nothing is read."""
+"""Quantized weights times the scales beside them become floating-point numbers; nothing is read."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import scaled
@@ -14,18 +16,54 @@ from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
 
 # Text encoders in float8: `X.weight` has a scale beside it, and one leaf of the file says which float8 it is.
-WEIGHT, SCALE = ".weight", ".scale_weight"
-MARKER = "scaled_fp8"
+WEIGHT, MARKER = ".weight", "scaled_fp8"
+SCALES = (".scale_weight", ".weight_scale")
+# For the inputs of layers that compute in float8, and of which kind a weight is: they change no product.
+NOTES = (".scale_input", ".input_scale", ".comfy_quant")
+_QUANTIZED = re.compile(r"(?:u?int[248]|float[468]_.*)")
+_CUT = re.compile(r"\.")
+# Of a leaf that may multiply a weight which is kept: to leave it out would give other values.
+UNKNOWN_FORM = "it may say what the quantized weight {} is multiplied by, in a form that is not known"
+QUANTIZED_ELSEWHERE = Fix(
+    "have the program that quantized the model write it in float32 or bfloat16, and restore from that"
+)
 
 
-def weight_of(scale: str) -> str:
-    """Returns the name of the weight that a scale is stored beside."""
-    return scale.removesuffix(SCALE) + WEIGHT
+def weight_of(name: str) -> str:
+    """Returns the name of the weight that a scale, or a note, is stored beside."""
+    return name.rpartition(".")[0] + WEIGHT
 
 
-def scales_beside(weights: Collection[str], names: Iterable[str]) -> list[str]:
-    """Lists the names of scales that belong to given weights."""
-    return [name for name in names if name.endswith(SCALE) and weight_of(name) in weights]
+def scales_beside(leaves: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Lists the names of scales, in a form that is known, that belong to weights among given leaves."""
+    return [name for name in names if name.endswith(SCALES) and _is_scale(name, leaves)]
+
+
+def _is_scale(name: str, leaves: Mapping[str, Any]) -> bool:
+    weight = weight_of(name)
+    # Other integers and packed numbers have this name beside them, too, with another product.
+    return weight in leaves and (name.endswith(SCALES[0]) or _dtype_of(leaves[weight]).startswith("float8"))
+
+
+def notes_beside(leaves: Mapping[str, Any]) -> set[str]:
+    """Finds the leaves that say of a weight with a scale what its product does not depend on."""
+    noted = [name for name in leaves if name.endswith(NOTES)]
+    weights = set(map(weight_of, scales_beside(leaves, leaves))) if noted else ()
+    return {name for name in noted if weight_of(name) in weights}
+
+
+def multiplied_by(leaves: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields each name that may say how a quantized weight is to be multiplied, and the name of the weight."""
+    for name in names:
+        for cut in _CUT.finditer(name):
+            weight, rest = name[: cut.start()] + WEIGHT, name[cut.end() :]
+            is_beside = rest not in ("weight", "bias") and ("." not in rest or rest.startswith("weight."))
+            if is_beside and weight in leaves and _QUANTIZED.fullmatch(_dtype_of(leaves[weight])):
+                yield name, weight
+
+
+def _dtype_of(leaf: Any) -> str:
+    return str(getattr(leaf, "dtype", ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +75,7 @@ class Dequantize(ByRules):
 
     Attributes:
       pattern: a regex that must match a quantized leaf's whole name.
-      scale: the name of its scale, of shape () or (1,); it may use the pattern's groups.
+      scale: the name of its scale: one number, or one for each row; it may use the pattern's groups.
       require_match: whether it is an error that no leaf has a scale.
 
     Example:

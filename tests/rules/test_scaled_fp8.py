@@ -198,3 +198,28 @@ def test_models_that_no_pack_knows_are_aligned_with_their_products():
     for source, target in ((stored, renamed), (STORED, nnx)):
         for options in ({}, {"strict": False}):
             assert_equal(flatten(ot.restore(checkpoint(source), zeros(target), "auto", **options)), target)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_scales_of_another_name_and_notes_beside_them_go_the_same_way(by_row):
+    """`weight_scale`, for a weight or each of its rows, with `input_scale` and `comfy_quant`, which change nothing."""
+    stored, exact = {}, dict(EXACT)
+    for name, value in STORED.items():
+        if name.endswith("scale_weight"):
+            weight = name.removesuffix("scale_weight") + "weight"
+            rows = STORED[weight].shape[0]
+            scale = np.arange(1, rows + 1, dtype=np.float32) * value.reshape(()) if by_row else value
+            exact[weight] = STORED[weight].astype(np.float32) * (scale[:, None] if by_row else scale)
+            stored |= {f"{weight}_scale": scale, weight.removesuffix("weight") + "input_scale": np.float32(3)}
+            stored[weight.removesuffix("weight") + "comfy_quant"] = np.zeros(27, np.uint8)
+        elif name != "scaled_fp8":
+            stored[name] = value
+    wanted = t5x_of(exact, PLAIN)
+    for transforms in ("auto", rules.hf_t5_to_t5x()):
+        assert_equal(flatten(ot.restore(checkpoint(stored), zeros(wanted), transforms)), wanted)
+    assert_equal(flatten(ot.restore(checkpoint(stored), zeros(exact), "auto")), exact)
+    query = "encoder.block.1.layer.0.SelfAttention.q."
+    for options in ({}, {"strict": False}):
+        unknown = {**stored, query + "weight_scale_inv": np.ones((1, 1), np.float32)}
+        (problem,) = problems(unknown, wanted, rules.hf_t5_to_t5x(), **options)
+        assert problem.leaf == query + "weight_scale_inv" and "strict" not in str(problem.fix)

@@ -13,7 +13,14 @@ from orbax_t5x.lazy import LazyArray, as_view
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import LEAVE_UNREAD
 from orbax_t5x.text.wording import counted, leaves_text, listed
-from orbax_t5x.transforms.dequantize import MARKER, scales_beside
+from orbax_t5x.transforms.dequantize import (
+    MARKER,
+    QUANTIZED_ELSEWHERE,
+    UNKNOWN_FORM,
+    multiplied_by,
+    notes_beside,
+    scales_beside,
+)
 
 _SHOWN_NAMES = 5
 _ENCODER = re.compile(r"(?:.*[/.])?enc(?:oder)?[/.].*")
@@ -44,16 +51,37 @@ class EncoderOnly(Hypothesis):
 
 @dataclasses.dataclass(frozen=True)
 class UnreadScales(Hypothesis):
-    """`X.scale_weight` is left over, and the target takes `X.weight`."""
+    """A leaf beside a quantized `X.weight` is left over that may multiply it, and the target takes `X.weight`."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        scales = scales_beside(unmatched.stored.keys(), unmatched.leftovers)
-        if scales and unmatched.takes_rules:
+        scales = scales_beside(unmatched.stored, unmatched.leftovers) if unmatched.takes_rules else []
+        if scales:
             count = counted(len(scales), "weight is quantized and has a scale", "weights are quantized and have scales")
             message = f"{count} beside them that the target does not take ({scales[0]}), without which they are wrong"
             markers = [name for name in unmatched.leftovers if name.rpartition(".")[2] == MARKER]
             fix = Fix.adding(_pack_function("scaled_fp8_to_float32")())
-            yield Explanation(Problem("leftover", None, message, fix), (*scales, *markers))
+            notes = notes_beside(unmatched.stored).intersection(unmatched.leftovers)
+            yield Explanation(Problem("leftover", None, message, fix), (*scales, *markers, *notes))
+            unmatched = unmatched.without({*scales, *notes})
+        for name, weight in _multiplied(unmatched):
+            message = UNKNOWN_FORM.format(repr(weight))
+            yield Explanation(Problem("leftover", name, message, QUANTIZED_ELSEWHERE), (name,))
+
+
+def _multiplied(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, str]]:
+    """Yields leftovers that may multiply a weight that is kept, whatever transforms call both now, and the weight."""
+    first = {leaf: name for name, value in unmatched.source.items() for leaf in _leaf_count(value)}
+    left = set(unmatched.leftovers)
+    kept = {
+        first[leaf]: unmatched.source[first[leaf]]
+        for name, value in unmatched.stored.items()
+        if name not in left
+        for leaf in _leaf_count(value)
+        if leaf in first
+    }
+    for name in unmatched.leftovers:
+        origins = [first[leaf] for leaf in _leaf_count(unmatched.stored[name]) if leaf in first]
+        yield from ((name, weight) for _, weight in multiplied_by(kept, origins))
 
 
 @dataclasses.dataclass(frozen=True)

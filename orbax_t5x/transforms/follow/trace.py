@@ -42,7 +42,6 @@ from orbax_t5x.lazy import (
     concatenate,
     pad,
     repeat,
-    scaled,
     stack,
 )
 
@@ -147,7 +146,8 @@ class Replay:
             case MappedNode():
                 raise CannotFollowError(f"its parameter was computed anew ({node.text})")
             case ScaledNode() if self.of_parameters:
-                return scaled(self._build(node.input, kept), self._build(node.inputs[1], _all_dims(node.inputs[1])))
+                made, scale = self._build(node.input, kept), self._build(node.inputs[1], _all_dims(node.inputs[1]))
+                return View(dataclasses.replace(node, inputs=(made.node, scale.node)))
             case ScaledNode():
                 raise CannotFollowError("its parameter was quantized")
             case LowRankNode() if self.of_parameters:
