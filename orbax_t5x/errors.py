@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TypedDict, TypeVar, Unpack
+from typing import ClassVar, TypedDict, TypeVar, Unpack
 
 from orbax_t5x.text.fix import Fix as Fix
 from orbax_t5x.text.html import html_fragment, html_paragraph
@@ -41,8 +41,11 @@ class CheckpointError(Exception):
       fix: what to do about it, or None.
     """
 
+    _has_lines: ClassVar[bool] = False
+
     def __init__(self, message: str, *, path: AnyPath | None = None, leaf: str | None = None, fix: Fix | None = None):
-        self.message: str = masked(message)
+        # A message may quote a file's or a server's text.
+        self.message: str = masked(message) if self._has_lines else plain(masked(message))
         self.path: str | None = None if path is None else masked(os.fspath(path), is_path=True)
         self.leaf = leaf
         self.fix = fix
@@ -166,10 +169,12 @@ class RestorePlanError(CheckpointError, ValueError):
       ['shared/embedding', 'shared/embedding_slot_vc']
     """
 
+    _has_lines = True
+
     def __init__(self, problems: Sequence[Problem], *, path: AnyPath | None = None):
         self.problems: tuple[Problem, ...] = tuple(problems)
         self._count = f"{counted(len(self.problems), 'problem')} between checkpoint, transforms and target"
-        super().__init__("\n".join([*problem_lines(self.problems), with_full_stop(self._count)]), path=path)
+        super().__init__("\n".join([*map(plain, problem_lines(self.problems)), with_full_stop(self._count)]), path=path)
         self.leaf: str | None = self.problems[0].leaf if len(self.problems) == 1 else None
 
     def described(self, fix_text: Callable[[Fix], str] = str, *, width: int | None = None) -> str:
@@ -177,7 +182,7 @@ class RestorePlanError(CheckpointError, ValueError):
         where = "." if self.path is None else f": {plain(self.path)}"
         all_in = "`.problems`" if width is None else "`plan --json`"
         lines = problem_lines(self.problems, width=width, all_in=all_in, fix_text=fix_text)
-        return "\n".join([*lines, self._count + where])
+        return "\n".join([*map(plain, lines), self._count + where])
 
     def _repr_html_(self) -> str:
         where = "" if self.path is None else f"{self.path}: "

@@ -98,5 +98,11 @@ def split_url(url: str) -> StoreUrl:
         raise UnsupportedCheckpointError("blanks and control characters in the name of a host are refused", path=url)
     if "@" in where:
         raise UnsupportedCheckpointError("names and passwords in URLs are not used", path=url)
+    port = where.rpartition("]")[2].partition(":")[2]
+    if port and not port.isdecimal():
+        # A password with a slash looks like a port; the whole URL is masked up to the '@'.
+        raise UnsupportedCheckpointError(
+            "the host has a port that is no number; names and passwords in URLs are not used", path=url
+        )
     key = rest.strip("/")
     return StoreUrl(f"{url_scheme(url)}://{where}", key, not key or rest.endswith("/"))

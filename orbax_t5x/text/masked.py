@@ -24,6 +24,8 @@ _TOKENS = (
     (re.compile(r"(authorization['\"]?\s*[:=]\s*['\"]?)[^'\"\r\n,;]+", re.IGNORECASE), r"\1…"),
     (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]+", re.IGNORECASE), r"\1…"),
     (_ASSIGNED, r"\g<name>…"),
+    # A query without its URL, as libraries quote it.
+    (re.compile(r"\?[A-Za-z0-9_.-]+=[^\s'\"<>]+"), "?…"),
 )
 
 

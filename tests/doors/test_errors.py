@@ -143,3 +143,32 @@ def test_a_text_is_short_and_has_every_kind(problems):
     assert len(str(error).splitlines()) < 60
     if not any("\n" in problem.message + str(problem.fix) for problem in problems):
         assert all(f"[{problem.kind}]" in str(error) for problem in problems)
+
+
+@pytest.mark.parametrize("text", ["a\x1b[31mb", "a\nFix: rm -rf /", "a\u202eb", "a\x07b\r\nc"])
+def test_no_text_of_others_moves_a_cursor_or_stands_on_a_line_of_its_own(text):
+    """In messages and in the list of problems; a fix is ours."""
+    error = errors.CorruptCheckpointError(f"the file says {text}", path="x")
+    assert "\n" not in str(error) and str(error).isprintable() and "a" in str(error)
+    listed = errors.RestorePlanError(
+        [errors.Problem("shape", "x", f"it is {text}"), errors.Problem("shape", "y", text)]
+    )
+    assert all(line.isprintable() and not line.startswith("Fix:") for line in str(listed).splitlines())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gs://b?key=SECRET",
+        "http://u:SECRET/PW@127.0.0.1:9/x",
+        "http://u:SE/CRET@h/x",
+        "s3://u:SECRET@b/x",
+        "https://h/x?anything=SECRET",
+        "hf://org/name?token=SECRET",
+    ],
+)
+def test_no_secret_of_a_url_is_shown(url):
+    with pytest.raises(errors.CheckpointError) as raised:
+        ot.open_checkpoint(url)
+    shown = f"{raised.value} {raised.value!r} {raised.value.path}"
+    assert "SECRET" not in shown and "CRET" not in shown
