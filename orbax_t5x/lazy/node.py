@@ -20,7 +20,7 @@ from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.storage.memory import empty_array, naming_memory_errors
+from orbax_t5x.storage.memory import empty_array, naming_memory_errors, strided
 from orbax_t5x.text.wording import listed
 
 # Inputs of a stack, and things done to them, that a description names.
@@ -73,11 +73,9 @@ def memoryless(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    # `as_strided` takes a dtype by its text, and that of float8_e5m2 is one that NumPy does not know.
     if step >= 1 << 63:
         raise LimitExceededError(f"an array of {dtype.name} of shape {tuple(shape)} has more bytes than can be counted")
-    raw = np.dtype(object) if dtype.hasobject else np.dtype((np.void, dtype.itemsize))
-    return np.lib.stride_tricks.as_strided(np.empty(1, raw), tuple(shape), strides[::-1]).view(dtype)
+    return strided(np.empty(1, dtype), shape, strides[::-1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)

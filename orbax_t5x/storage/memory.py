@@ -104,6 +104,18 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return array
 
 
+def strided(array: np.ndarray, shape: Sequence[int], strides: Sequence[int], *, writeable: bool = True) -> np.ndarray:
+    """Returns a view of an array at any strides, in bytes.
+
+    NumPy's `as_strided` takes a dtype by its text, and that of some of ml_dtypes (float8_e5m2: `<f1`) it does not know.
+    So the memory is viewed as raw elements in between.
+    """
+    if array.dtype.hasobject:
+        return np.lib.stride_tricks.as_strided(array, tuple(shape), tuple(strides), writeable=writeable)
+    raw = array.view(np.dtype((np.void, array.itemsize)))
+    return np.lib.stride_tricks.as_strided(raw, tuple(shape), tuple(strides), writeable=writeable).view(array.dtype)
+
+
 def _use_small_pages(array: np.ndarray) -> None:
     """Takes back that NumPy asked for huge pages for an array that nothing was written to yet.
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -24,6 +25,30 @@ def test_an_array_beyond_the_memory_is_refused_before_it_is_allocated():
     with pytest.raises(LimitExceededError, match="float32"):
         memory.empty_array((1 << 45,), np.dtype(np.float32))
     assert memory.empty_array((2, 3), np.dtype(np.int8)).shape == (2, 3)
+
+
+DTYPES = [
+    *np.typecodes["All"].replace("O", "").replace("V", ""),
+    *(name for name in vars(ml_dtypes) if isinstance(getattr(ml_dtypes, name), type) and "info" not in name),
+]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_strides_of_every_dtype_are_those_of_slices(name):
+    dtype = np.dtype(getattr(ml_dtypes, name, name) or "S3")
+    dtype = dtype if dtype.itemsize else np.dtype((dtype.type, 3))
+    values = np.frombuffer(bytes(range(24)) * dtype.itemsize, dtype).reshape(4, 6)
+    view = memory.strided(values, (3, 2), (values.strides[1] * 2, values.strides[0]), writeable=False)
+    assert view.dtype == dtype and not view.flags.writeable
+    assert view.tobytes() == values[:2, :6:2].T.tobytes()
+    copy = values.copy()
+    memory.strided(copy, (24,), (dtype.itemsize,))[:] = copy.reshape(-1)[::-1].copy()
+    assert copy.tobytes() == values.reshape(-1)[::-1].tobytes()
+
+
+def test_strides_of_objects():
+    values = np.array([[1, "a"], [None, ()]], object)
+    assert memory.strided(values, (2,), (sum(values.strides),)).tolist() == [1, ()]
 
 
 def test_errors_about_memory_get_the_file_and_the_leaf():

@@ -17,6 +17,7 @@ from orbax_t5x.readers.ranges.scatter import Elements
 from orbax_t5x.readers.zip_members import Archive
 from orbax_t5x.storage.crc import CRC32
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.memory import strided
 from orbax_t5x.storage.windows import WINDOW_BYTES
 
 _READ_BYTES = 1 << 20
@@ -73,7 +74,7 @@ class DeflatedLeaf(RangeLeaf):
             return
         data = self._decompress()
         self._archive.file.check_unchanged(leaf=self.name)
-        array = np.lib.stride_tricks.as_strided(
+        array = strided(
             np.frombuffer(data, self.dtype, offset=self._start),
             self.shape,
             [stride * self.dtype.itemsize for stride in self._header.strides],

@@ -17,6 +17,7 @@ import numpy as np
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.ranges.byte_runs import Window
+from orbax_t5x.storage.memory import strided
 
 # Values are stored one to a byte; the bits above theirs are padding.
 LOW_BITS = {
@@ -137,4 +138,4 @@ def _join_neighbours(alike: list[_ScatterTarget]) -> list[_ScatterTarget]:
     shape.insert(at, len(alike))
     strides.insert(at, distance)
     inner = (*first.inner[:axis], slice(slices[0].start, slices[-1].stop), *first.inner[axis + 1 :])
-    return [first._replace(inner=inner, out=np.lib.stride_tricks.as_strided(first.out, shape, strides))]
+    return [first._replace(inner=inner, out=strided(first.out, shape, strides))]
