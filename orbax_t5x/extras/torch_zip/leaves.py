@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, UnsupportedCheckpointError, error_at
-from orbax_t5x.extras.torch_zip.values import Name, Node, TensorNode, Tuple
+from orbax_t5x.extras.torch_zip.values import Name, Node, Opaque, TensorNode, Tuple
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf
@@ -51,12 +52,18 @@ class LeafMaker:
         file = self._archive.file
         if isinstance(node, TensorNode):
             return self._tensor(name, node)
+        if isinstance(node, Opaque):
+            way = f"save {node.advice} in PyTorch, or " if node.advice else ""
+            raise UnsupportedCheckpointError(
+                f"it is {node.what}, which is not read; nothing was imported or called",
+                fix=Fix(f"{way}leave it out with ot.transforms.Drop({re.escape(name)!r})"),
+            )
         if isinstance(node, Name):
             node = node.text
         if isinstance(node, (str, bytes)):
             value = node.encode() if isinstance(node, str) else node
             return StringLeaf(name, file.path, value, self._flag)
-        if isinstance(node, (bool, int, float)):
+        if isinstance(node, (bool, int, float, complex)):
             return NumberLeaf(name, file, _pickled_number(node))
         raise UnsupportedCheckpointError("it is a storage without a tensor, which has no shape")
 
@@ -114,9 +121,9 @@ def _storage_dtype(name: str | None) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _pickled_number(value: bool | int | float) -> np.ndarray:
+def _pickled_number(value: bool | int | float | complex) -> np.ndarray:
     """Returns a Python number as NumPy has it, integers in 64 bits."""
-    if isinstance(value, bool) or isinstance(value, float):
+    if isinstance(value, (bool, float, complex)):
         return np.array(value)
     if not -_MAX_INT - 1 <= value <= 2 * _MAX_INT + 1:
         raise UnsupportedCheckpointError("an integer of more than 64 bits")

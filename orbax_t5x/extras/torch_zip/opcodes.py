@@ -1,8 +1,9 @@
 """The tree in the pickle of a PyTorch file, by a loop over its opcodes that can make nothing but data.
 
 Python's unpickler calls what a pickle names. This loop has no way to call or import anything: a name is compared with
-a list, and what is on it becomes data (a storage, a tensor, a container); any other name, and every opcode that would
-make an object, is an UnsafeCheckpointError. Pure: bytes in, a tree out.
+a list, and what is on it becomes data (a storage, a tensor, a container). Any other name, and what it would make, is a
+placeholder that stays unread beside tensors; without tensors it is an UnsafeCheckpointError. Pure: bytes in, a tree
+out.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from orbax_t5x.errors import LimitExceededError, UnsupportedCheckpointError
-from orbax_t5x.extras.torch_zip.stack import FIX, PickleStack
+from orbax_t5x.extras.torch_zip.stack import PickleStack
 from orbax_t5x.extras.torch_zip.values import (
     CALLS,
     DTYPES,
     STORAGES,
     Name,
     Node,
+    Opaque,
     OrderedNode,
     StorageNode,
+    TensorNode,
     Tuple,
     describe_value,
+    named_object,
 )
 from orbax_t5x.storage.limits import Limits
 
@@ -41,16 +45,32 @@ def parse_pickle(data: bytes, path: str, file_bytes: int, limits: Limits) -> Nod
       limits: of which `entries` bounds it, too.
 
     Raises:
-      UnsafeCheckpointError: it would call or import something, which the error names.
+      UnsafeCheckpointError: it would call or import something, which the error names, and holds no tensor.
       CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError: see the text.
     """
     return _Machine(data, path, file_bytes, limits).run()
+
+
+def _has_tensor(tree: Node) -> bool:
+    """Reports whether a tree holds a tensor; what is shared is looked at once."""
+    seen: set[int] = set()
+    stack: list[Any] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, TensorNode):
+            return True
+        if isinstance(node, (dict, list)) and id(node) not in seen:
+            seen.add(id(node))
+            stack += node.values() if isinstance(node, dict) else node
+    return False
 
 
 class _Machine(PickleStack):
     """Stack on which the opcodes of one pickle are run."""
 
     _is_old = False
+    # What the pickle does for the first object that is not made.
+    _unread = ""
 
     def run(self) -> Node:
         """Runs all opcodes; returns what is left on the stack."""
@@ -72,6 +92,8 @@ class _Machine(PickleStack):
             raise self._too_many("operations", self._operations)
         if len(self._stack) != 1 or self._marks or self._at != len(data):
             raise self._corrupt("its pickle does not end with one value")
+        if self._unread and not _has_tensor(self._stack[0]):
+            raise self._unsafe(f"{self._unread}, and no tensor is beside that")
         if self._is_old:
             raise UnsupportedCheckpointError("its pickle is of protocol 0, and torch.save writes 2", path=self._path)
         return self._stack[0]
@@ -115,7 +137,9 @@ class _Machine(PickleStack):
         """Appends to the list on top."""
         if self._is_old:
             return
-        if type(top := self.top()) is not list:
+        if isinstance(top := self.top(), Opaque):
+            return
+        if type(top) is not list:
             raise self._corrupt("its pickle appends to what is no list")
         top.extend(values)
 
@@ -124,13 +148,17 @@ class _Machine(PickleStack):
         if self._is_old:
             return
         top = self.top()
+        if isinstance(top, Opaque):
+            return
         if not isinstance(top, dict) or len(values) % 2:
             raise self._corrupt("its pickle sets items of what is no dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
             if type(key) not in (str, int):
-                raise UnsupportedCheckpointError(
-                    f"a key is {describe_value(key)}; names are made of text and integers", path=self._path, fix=FIX
-                )
+                # Beside tensors the values of all such keys are one leaf, which is unread.
+                shown = "a number" if isinstance(key, (bool, float)) else describe_value(key)
+                self._unread = self._unread or f"has a dict in which a key is {describe_value(key)}"
+                top.setdefault(f"<{shown}>", Opaque(f"a value under a key that is {describe_value(key)}"))
+                continue
             name = str(key)
             if name in top:
                 raise self._corrupt(f"the key {name[:_SHOWN_BYTES]!r} is twice in one dict")
@@ -183,12 +211,38 @@ class _Machine(PickleStack):
         text = f"{module}.{name}"
         # A dot inside would make two spellings of one name.
         if "." in name or not (text in STORAGES or text in DTYPES or text in CALLS):
-            raise self._unsafe(f"names {text[:_SHOWN_BYTES]!r}")
-        self.make(Name(text))
+            self.placeholder(named_object(text[:_SHOWN_BYTES]), f"names {text[:_SHOWN_BYTES]!r}")
+        else:
+            self.make(Name(text))
+
+    def placeholder(self, made: Opaque, what: str) -> None:
+        """Pushes the placeholder of what is not made."""
+        self._unread = self._unread or what
+        self.make(made)
+
+    def new_object(self, pops: int) -> None:
+        """Replaces a class and its arguments by a placeholder."""
+        *_, kind = [self.pop() for _ in range(pops)]
+        if not isinstance(kind, (Opaque, Name)):
+            raise self._unsafe(f"makes an object of {describe_value(kind)}")
+        made = kind if isinstance(kind, Opaque) else named_object(kind.text)
+        self.placeholder(made, f"makes {made.what}")
+
+    def unread_set(self, values: list[Any]) -> None:
+        """Pushes the placeholder of a set."""
+        self.placeholder(named_object("builtins.set"), "makes a set")
+
+    def add_items(self, values: list[Any]) -> None:
+        """Adds to the set on top, a placeholder."""
+        if not isinstance(self.top(), Opaque):
+            raise self._corrupt("its pickle adds to what is no set")
 
     def reduce(self) -> None:
         """Replaces a name and its arguments by what they describe."""
         arguments, called = self.pop(), self.pop()
+        if isinstance(called, Opaque):
+            self.make(called)
+            return
         if not isinstance(called, Name) or called.text not in CALLS:
             raise self._unsafe(f"calls {describe_value(called)}")
         try:
@@ -196,11 +250,19 @@ class _Machine(PickleStack):
                 raise TypeError
             self.make(CALLS[called.text](*arguments))
         except (TypeError, ValueError):
+            if inside := [one for one in arguments or () if isinstance(one, Opaque)]:
+                self.make(inside[0])
+                return
+            if not called.text.startswith(("torch.", "collections.OrderedDict")):
+                self.placeholder(named_object(called.text), f"calls {called.text!r}")
+                return
             raise self._corrupt(f"its pickle has {called.text} with arguments that are none of it") from None
 
     def build(self) -> None:
-        """Ignores the attributes of an OrderedDict, such as a state dict's `_metadata`."""
+        """Ignores the state of a placeholder, and an OrderedDict's attributes, such as `_metadata`."""
         state, built = self.pop(), self.top()
+        if isinstance(built, Opaque):
+            return
         if type(built) is not OrderedNode or not isinstance(state, dict):
             raise self._unsafe(f"sets the state of {describe_value(built)}")
 
@@ -209,6 +271,8 @@ class _Machine(PickleStack):
         match self.pop():
             case ["storage", Name(text), str(key), str(), int(count)] if text in STORAGES and count >= 0:
                 self.make(StorageNode(STORAGES[text], key, count))
+            case ["storage", Opaque() as kind, str(), str(), int()]:
+                self.make(kind)
             case other:
                 raise self._unsafe(f"refers to {describe_value(other)}, which is no storage,")
 
@@ -263,8 +327,12 @@ _OPCODES: dict[int, _Opcode] = {
     ord("P"): lambda m: m.refuse("PERSID"),
     ord("i"): lambda m: m.refuse("INST"),
     ord("o"): lambda m: m.refuse("OBJ"),
-    0x81: lambda m: m.refuse("NEWOBJ"),
-    0x92: lambda m: m.refuse("NEWOBJ_EX"),
+    0x81: lambda m: m.new_object(2),
+    0x92: lambda m: m.new_object(3),
+    0x8F: lambda m: m.unread_set([]),
+    0x90: lambda m: m.add_items(m.pop_mark()),
+    0x91: lambda m: m.unread_set(m.pop_mark()),
+    0x96: lambda m: m.bytes(m.number("<Q")),
     0x82: lambda m: m.refuse("EXT1"),
     0x83: lambda m: m.refuse("EXT2"),
     0x84: lambda m: m.refuse("EXT4"),

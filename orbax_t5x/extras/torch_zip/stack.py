@@ -16,7 +16,7 @@ _FREE_OBJECTS = 1 << 17
 _FILE_BYTES_PER_OBJECT = 16
 _FREE_OPERATIONS = 1 << 18
 _FILE_BYTES_PER_OPERATION = 8
-FIX = Fix("in PyTorch, save only tensors: torch.save(model.state_dict(), path), or write safetensors")
+_FIX = Fix("in PyTorch, save only tensors: torch.save(model.state_dict(), path), or write safetensors")
 
 
 class PickleStack:
@@ -47,9 +47,7 @@ class PickleStack:
         )
 
     def _unsafe(self, what: str) -> UnsafeCheckpointError:
-        return UnsafeCheckpointError(
-            f"its pickle {what}, which no tensor needs; nothing was imported or called", path=self._path, fix=FIX
-        )
+        return UnsafeCheckpointError(f"its pickle {what}; nothing was imported or called", path=self._path, fix=_FIX)
 
     def refuse(self, name: str) -> NoReturn:
         """Refuses an opcode that makes objects."""

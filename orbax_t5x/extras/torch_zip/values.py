@@ -48,6 +48,18 @@ class Name(NamedTuple):
     text: str
 
 
+class Opaque(NamedTuple):
+    """An object that is not made: unread, whatever its pickle does with it.
+
+    Attributes:
+      what: for errors.
+      advice: how PyTorch saves it readably; empty for what is no tensor.
+    """
+
+    what: str
+    advice: str = ""
+
+
 class StorageNode(NamedTuple):
     """A storage: `dtype` is None where it has bytes; `elements` is how many it has, or bytes."""
 
@@ -67,15 +79,16 @@ class TensorNode(NamedTuple):
     metadata: Any
 
 
-Node: TypeAlias = (
-    "dict[str, Node] | list[Node] | TensorNode | StorageNode | Name | str | bytes | bool | int | float | None"
-)
+Scalar: TypeAlias = str | bytes | bool | int | float | complex | None
+Node: TypeAlias = "dict[str, Node] | list[Node] | TensorNode | StorageNode | Name | Opaque | Scalar"
 
 
 def describe_value(value: Any) -> str:
     """Describes a value of the pickle for an error."""
     if isinstance(value, Name):
         return repr(value.text)
+    if isinstance(value, Opaque):
+        return value.what
     names = {Tuple: "a tuple", OrderedNode: "an OrderedDict", TensorNode: "a tensor", StorageNode: "a storage"}
     return names.get(type(value), f"a {type(value).__name__}")
 
@@ -119,7 +132,82 @@ def _device(kind: Any, index: Any = None) -> str:
     return kind if index is None else f"{kind}:{index}"
 
 
+def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    if type(arguments) is not Tuple:
+        raise TypeError
+    if isinstance(function, Opaque):
+        return function
+    if not isinstance(function, Name) or function.text not in CALLS or not isinstance(kind, Opaque):
+        raise TypeError
+    # The numbers of a class of its own may mean anything; the attributes of a tensor (Megatron's) change none.
+    if kind not in _PLAIN_TENSORS:
+        return Opaque(f"a tensor of another class, {kind.what}", "tensor.as_subclass(torch.Tensor)")
+    return CALLS[function.text](*arguments)
+
+
+def _parameter_with_state(tensor: Any, grad: Any, hooks: Any, state: Any) -> Any:
+    return _parameter(tensor, grad, hooks)
+
+
+def _encoded(text: Any, encoding: Any) -> Any:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise TypeError
+    return text.encode(encoding)
+
+
+def _bytes(value: Any = b"", encoding: Any = None) -> Any:
+    if not isinstance(value, bytes):
+        return _encoded(value, encoding)
+    return value
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    return complex(float(real), float(imaginary))
+
+
+def _counter(counts: Any = None) -> OrderedNode:
+    return OrderedNode(counts or {})
+
+
+def _defaultdict(factory: Any = None, items: Any = None) -> OrderedNode:
+    return OrderedNode(items or {})
+
+
+def _layout(name: Any) -> Any:
+    if not isinstance(name, str):
+        raise TypeError
+    return name
+
+
+_TENSORS = {
+    "torch._utils._rebuild_sparse_tensor": ("a sparse tensor", "tensor.to_dense()"),
+    "torch._utils._rebuild_sparse_csr_tensor": ("a sparse tensor", "tensor.to_dense()"),
+    "torch._utils._rebuild_qtensor": ("a quantized tensor", "tensor.dequantize()"),
+    "torch._utils._rebuild_nested_tensor": ("a nested tensor", "tensor.unbind()"),
+    "torch.nested._internal.nested_tensor._rebuild_njt": ("a nested tensor", "tensor.unbind()"),
+    "torch._utils._rebuild_meta_tensor_no_storage": ("a tensor without values, of the meta device", ""),
+}
+
+
+def named_object(text: str) -> Opaque:
+    """Returns the placeholder of a name that is not on the list."""
+    what, advice = _TENSORS.get(text, (f"an object of {text!r}", ""))
+    return Opaque(what, advice)
+
+
+_PLAIN_TENSORS = [named_object(f"torch.{name}") for name in ("Tensor", "nn.parameter.Parameter", "nn.parameter.Buffer")]
 CALLS: dict[str, Callable[..., Any]] = {
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
+    "torch.serialization._get_layout": _layout,
+    "collections.Counter": _counter,
+    "collections.defaultdict": _defaultdict,
+    "_codecs.encode": _encoded,
+    **{
+        f"{module}.{kind.__name__}": made
+        for module in ("builtins", "__builtin__")
+        for kind, made in ((bytes, _bytes), (bytearray, _bytes), (complex, _complex))
+    },
     "collections.OrderedDict": _ordered_dict,
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
