@@ -1,4 +1,4 @@
-"""Checkpoints of every format: `open_checkpoint` finds the format and its reader, `latest_step` the newest step."""
+"""Readers of checkpoints of every format."""
 
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.format import Format, Mark

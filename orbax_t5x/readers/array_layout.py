@@ -1,4 +1,7 @@
-"""Layout of a chunked array before it is opened: shape, dtype and chunks, from metadata or from TensorStore itself."""
+"""Layout of a chunked array before it is opened.
+
+Shape, dtype and chunks come from metadata or from TensorStore itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import tensorstore as ts
 
 
 class ArrayLayout(NamedTuple):
-    """The layout of one chunked array: `shard` is what holds the index of its chunks, `chunk` is decoded at a time.
+    """Shape, dtype and chunk grids of a chunked array.
+
+    `shard` holds the index of its chunks; `chunk` is decoded at a time.
 
     They are the same where chunks are stored by themselves, and () for a rank-0 array.
     """
@@ -30,14 +35,17 @@ class ArrayLayout(NamedTuple):
 
 
 def _cell(sizes: Sequence[int | None], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a grid's cells; a dimension without a size of its own is not cut."""
+    """Returns the shape of a grid's cells.
+
+    A dimension without a size of its own is not cut.
+    """
     if all(sizes):
         return cast("tuple[int, ...]", tuple(sizes))
     return tuple([max(1, size or whole) for size, whole in zip(sizes, shape, strict=True)])
 
 
 class HasLayout(Protocol):
-    """Array whose layout is known before it is opened."""
+    """Array with a layout that is known before opening."""
 
     @property
     def layout(self) -> ArrayLayout:

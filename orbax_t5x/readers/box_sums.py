@@ -1,4 +1,6 @@
-"""Checksums of the boxes of an array: made while it is saved, compared while boxes of any shape are read.
+"""Checksums of the boxes of an array.
+
+They are made during the save, and compared while boxes of any shape are read.
 
 A checksum is the crc32c of a box's elements in row-major order, as they are in memory on a little-endian machine,
 whatever the chunks and the compression of the stored array. What a reader compares are byte ranges of the boxes laid
@@ -34,7 +36,7 @@ _MAX_ROWS = 1 << 14
 
 @dataclasses.dataclass(frozen=True)
 class BoxSums:
-    """The checksums of one array: of boxes that tile it, one for each."""
+    """Checksums of boxes that tile an array."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,7 +45,7 @@ class BoxSums:
 
     @functools.cached_property
     def bases(self) -> tuple[int, ...]:
-        """The offsets in bytes of the boxes when they are concatenated, and the end of the last."""
+        """The byte offsets of the concatenated boxes, and their end."""
         itemsize = np.dtype(self.dtype).itemsize
         return tuple(itertools.accumulate((box_size(box) * itemsize for box in self.boxes), initial=0))
 
@@ -52,35 +54,38 @@ class BoxSums:
         return np.asarray(self.boxes, np.int64).reshape(len(self.boxes), len(self.shape), 2)
 
     def overlapping(self, box: Box) -> list[int]:
-        """Returns the numbers of the boxes that share an element with this one."""
+        """Lists the numbers of the boxes that overlap this box."""
         low, high = np.asarray(box, np.int64).reshape(-1, 2).T
         corners = self._corners
         return np.flatnonzero(np.all((corners[:, :, 0] < high) & (corners[:, :, 1] > low), axis=1)).tolist()
 
 
 class Mismatch(NamedTuple):
-    """A box whose elements are not those that were saved, and the checksum of what was read."""
+    """A damaged box and the checksum that was read."""
 
     number: int
     crc: int | None
 
 
 class Comparison(NamedTuple):
-    """Result for the boxes of an array: the numbers of those not covered, and the first that is wrong."""
+    """Result of a comparison: uncovered boxes and the first mismatch."""
 
     uncovered: list[int]
     mismatch: Mismatch | None
 
 
 def array_crc(array: np.ndarray, crc: int = 0) -> int:
-    """Returns the checksum of an array's elements in row-major order, after what `crc` covers."""
+    """Extends `crc` by an array's elements in row-major order."""
     for block in _blocks(array):
         crc = CRC32C.extend(crc, _canonical(block))
     return crc
 
 
 def sums_of(reads: Sequence[Request], sums: BoxSums) -> Iterator[ChecksummedRange]:
-    """Yields the checksums of filled buffers as ranges of the concatenated boxes of an array."""
+    """Yields the checksums of filled buffers.
+
+    They are of ranges of the concatenated boxes of an array.
+    """
     met: dict[int, list[Request]] = {}
     for read in reads:
         for number in sums.overlapping(read.box):
@@ -100,7 +105,7 @@ def sums_of(reads: Sequence[Request], sums: BoxSums) -> Iterator[ChecksummedRang
 
 
 def compare_box_sums(ranges: Sequence[ChecksummedRange], sums: BoxSums) -> Comparison:
-    """Compares the checksums of ranges with those that were stored for the boxes that they cover."""
+    """Compares the checksums of ranges with the stored checksums."""
     own: dict[int, list[ChecksummedRange]] = {}
     starts = np.asarray(sums.bases[:-1], np.int64)
     for one in ranges:
@@ -118,7 +123,10 @@ def compare_box_sums(ranges: Sequence[ChecksummedRange], sums: BoxSums) -> Compa
 
 
 def row_boxes(box: Box, itemsize: int, limit: int, rows: int = 1) -> Iterator[Box]:
-    """Cuts a box along its first dimension, at multiples of `rows`, into boxes of at most `limit` bytes."""
+    """Cuts a box along axis 0 into boxes of bounded size.
+
+    Cuts are at multiples of `rows`; a box has at most `limit` bytes.
+    """
     if not box:
         yield box
         return
@@ -165,7 +173,10 @@ def _joined_crc(box: Box, reads: Sequence[Request]) -> int:
 
 
 def _small_boxes(box: Box, itemsize: int) -> Iterator[Box]:
-    """Yields boxes of at most `_BLOCK_BYTES` that make a box in row-major order."""
+    """Splits a box into boxes of at most `_BLOCK_BYTES`.
+
+    They are in row-major order.
+    """
     for axis in range(len(box)):
         row_bytes = math.prod([stop - start for start, stop in box[axis + 1 :]]) * itemsize
         if row_bytes <= _BLOCK_BYTES:
@@ -178,7 +189,10 @@ def _small_boxes(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def _run_sums(common: Box, box: Box, read: Request, base: int) -> Iterator[ChecksummedRange]:
-    """Yields the checksums of the ranges, in row-major order, in which one box lies within another."""
+    """Yields the checksums of a box's byte ranges within another.
+
+    In row-major order.
+    """
     # From `axis` on it is one range; along the dimension before it, one range for each index.
     axis = len(box) - 1
     while axis > 0 and common[axis] == box[axis]:

@@ -1,4 +1,6 @@
-"""Leaf that the checkpoint names and that cannot be parsed: it is listed, and using it raises its error.
+"""A leaf that the checkpoint names and that cannot be parsed.
+
+It is listed, and using it raises its error.
 
 So a checkpoint with one damaged entry still opens, its other leaves are restored, and the damaged one is never dropped
 in silence.
@@ -16,7 +18,9 @@ from orbax_t5x.lazy.read_stats import ReadStats
 
 
 class BrokenLeaf(Leaf):
-    """Leaf whose shape and dtype are unknown; they read as () and object, and a plan that needs it raises `error`.
+    """Leaf of unknown shape and dtype.
+
+    They read as () and object, and a plan that needs it raises `error`.
 
     Without `is_refused` it can be planned, to be renamed and left out, and only reading it raises the error.
     """

@@ -1,4 +1,7 @@
-"""An opened checkpoint: names, shapes and dtypes; nothing is read beyond the index."""
+"""An opened checkpoint: names, shapes and dtypes of its leaves.
+
+Nothing is read beyond the index.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _SHOWN_ROWS = 200
 
 
 def _insert(root: dict[str, Any], name: str, value: Any) -> None:
-    """Puts a leaf under nested dicts; where a leaf is in the way (`a` and `a/b`), under the joined rest."""
+    """Puts a leaf under nested dicts.
+
+    If a leaf is in the way (`a` and `a/b`), it goes under the joined rest.
+    """
     node = root
     parts = name.split("/")
     for depth, part in enumerate(parts[:-1]):
@@ -67,7 +73,9 @@ class Checkpoint:
         close: Callable[[], None] | None = None,
         index_bytes: int = 0,
     ):
-        """Holds the result of a reader; `empties` and `sequences` are as in the properties.
+        """Holds the result of a reader.
+
+        `empties` and `sequences` are as in the properties.
 
         `close` releases files and makes later reads a ValueError; it may be called again. What it releases must also
         release itself when neither this object nor a leaf refers to it any more.
@@ -87,21 +95,32 @@ class Checkpoint:
 
     @property
     def leaves(self) -> Mapping[str, View]:
-        """The leaves by '/'-joined name, sorted: each a `LazyArray` that composes (indexing, reshape, …) unread."""
+        """The leaves by '/'-joined name, sorted.
+
+        Each is a `LazyArray` that composes (indexing, reshape, …) unread.
+        """
         return self._leaves
 
     @property
     def empties(self) -> Mapping[str, Any]:
-        """The nodes without leaves by '/'-joined name: None, an empty container, or `...`, as it was saved."""
+        """The nodes without leaves by '/'-joined name.
+
+        A node is None, an empty container, or `...`, as it was saved.
+        """
         return MappingProxyType(self._empties)
 
     @property
     def shared_path(self) -> str:
-        """The path as every host of a job has it: of files in the hub's cache their URL on the hub."""
+        """The path as every host of a job has it.
+
+        For files in the hub's cache it is their URL on the hub.
+        """
         return shared_path(self.path)
 
     def tree(self) -> dict[str, Any]:
-        """Returns the leaves as a nested dict, with None, empty containers and `...` in their places.
+        """Returns the leaves as a nested dict.
+
+        None, empty containers and `...` are in their places.
 
         An array that was saved by itself has the empty name, as in `leaves`.
         """
@@ -119,7 +138,10 @@ class Checkpoint:
             close()
 
     def also_close(self, close: Callable[[], None]) -> None:
-        """Adds what `close` calls besides; for `open_checkpoint`."""
+        """Adds an action of `close`.
+
+        For `open_checkpoint`.
+        """
         self._closers.append(close)
 
     def __enter__(self) -> Checkpoint:
@@ -144,7 +166,10 @@ class Checkpoint:
 
 
 def checkpoint_rows(checkpoint: Checkpoint, *, folded: bool = True) -> list[TableRow]:
-    """Returns the rows of a checkpoint's tree, with repeated layers as one branch where `folded`."""
+    """Returns the rows of a checkpoint's tree.
+
+    `folded` shows repeated layers as a single branch.
+    """
     leaves = {
         name: TreeLeaf(array_text(view.dtype, view.shape), array_bytes(view.dtype, view.shape))
         for name, view in checkpoint.leaves.items()

@@ -1,4 +1,7 @@
-"""Chunks of a chunked array that index boxes overlap: pure geometry over a regular grid that begins at the origin."""
+"""Chunks of an array that index boxes overlap.
+
+Pure geometry over a regular grid that begins at the origin.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ _MAX_BOXES = 4096
 
 
 def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
-    """Cuts a box at the borders of chunks; of very many chunks, those of the last dimensions stay together."""
+    """Cuts a box at the borders of chunks.
+
+    Of very many chunks, the chunks along the last dimensions stay together.
+    """
     cuts: list[list[tuple[int, int]]] = [[side] for side in box]
     count = 1
     for dimension, (side, size) in enumerate(zip(box, chunks, strict=False)):
@@ -41,11 +47,11 @@ def requests_by_chunk(requests: Iterable[Request], chunks: Sequence[int]) -> Ite
 
 
 def chunk_indices(box: Box, chunks: Sequence[int]) -> Box:
-    """Returns the box of the indices of the chunks that a box overlaps."""
+    """Returns the index box of the chunks that a box overlaps."""
     return tuple([(low // size, -(-high // size)) for (low, high), size in zip(box, chunks, strict=True)])
 
 
 def _cuts(side: tuple[int, int], size: int) -> list[tuple[int, int]]:
-    """Cuts one dimension of a box at the borders of chunks."""
+    """Cuts a dimension of a box at the borders of chunks."""
     low, high = side
     return list(itertools.pairwise([low, *range((low // size + 1) * size, high, size), high]))

@@ -1,4 +1,7 @@
-"""Leaf without elements, of which the checkpoint records only shape and dtype: Orbax stores no such arrays."""
+"""Leaf without elements.
+
+The checkpoint records only shape and dtype: Orbax stores no such arrays.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from orbax_t5x.lazy.read_stats import ReadStats
 
 
 class EmptyLeaf(Leaf):
-    """An array of size 0: its shape and dtype are known, and there is nothing to read."""
+    """Array of size 0 with known shape and dtype."""
 
     def __init__(self, name: str, path: str, shape: tuple[int, ...], dtype: np.dtype):
         self.name = name

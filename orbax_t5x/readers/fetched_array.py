@@ -1,4 +1,6 @@
-"""A chunked array on a web server: its chunks are fetched by us, with a bound, and decoded by TensorStore from memory.
+"""A chunked array on a web server.
+
+Its chunks are fetched by us, with a bound, and decoded by TensorStore from memory.
 
 TensorStore never sees the server. It opens the array over a store in memory, into which each chunk is put before it is
 read. Of a sharded array it opens one whose chunks are those inside the shards, which are fetched singly.
@@ -37,12 +39,15 @@ SHARD_ENTRY_BYTES = 16
 
 
 def most_encoded(nbytes: int) -> int:
-    """Returns the most bytes that a codec makes of a chunk: it adds headers, and little to what it cannot compress."""
+    """Returns the most bytes that a codec makes of a chunk.
+
+    It adds headers, and little to data that it cannot compress.
+    """
     return nbytes + nbytes // 32 + (1 << 16)
 
 
 def only_chunk(shard: bytes, sharding: Mapping[str, Any]) -> bytes:
-    """Returns the one chunk of a shard.
+    """Returns the only chunk of a shard.
 
     Raises:
       ValueError: the shard is damaged, or has no chunk.
@@ -78,7 +83,7 @@ def _parse_index(data: bytes, chunks: int, sharding: Mapping[str, Any]) -> np.nd
 
 
 class FetchedArray:
-    """One array of a web server.
+    """A chunked array of a web server.
 
     Attributes:
       layout: of the array as it is stored.
@@ -101,7 +106,7 @@ class FetchedArray:
         leaf: str,
         limits: Limits,
     ):
-        """Opens the array; reads its metadata where they are not given.
+        """Opens the array, reading its metadata if they are not given.
 
         Args:
           values: hold it.
@@ -146,7 +151,9 @@ class FetchedArray:
         self.array: ts.TensorStore = array
 
     def begin_chunk(self, requests: Sequence[Request], context: ReadContext) -> ChunkRead:
-        """Fetches a chunk, which blocks, and begins to read boxes inside it.
+        """Fetches a chunk and begins to read boxes inside it.
+
+        Fetching blocks.
 
         Raises:
           CheckpointError: it cannot be fetched; one that is not there is for TensorStore to find.
@@ -167,7 +174,10 @@ class FetchedArray:
         return ChunkRead(self, key, writes)
 
     def hold(self, key: str, data: bytes | None) -> None:
-        """Puts a chunk into memory for reading `array`; several threads may hold the same one. `drop` must follow."""
+        """Holds a chunk in memory for reads of `array`.
+
+        Several threads may hold the same chunk. `drop` must follow.
+        """
         with self._lock:
             self._users[key] += 1
             if data is not None:
@@ -183,7 +193,10 @@ class FetchedArray:
 
     @property
     def names(self) -> Callable[[], Awaitable[list[str]]] | None:
-        """Function that lists all that is stored with the array; None where the server has no list."""
+        """The lister of all names stored with the array, or None.
+
+        None: the server has no list.
+        """
         values = self._values
         if not isinstance(values, OcdbtValues):
             return None
@@ -192,7 +205,7 @@ class FetchedArray:
     # -- shards
 
     def _only_sharding(self, leaf: str) -> dict[str, Any]:
-        """Returns the settings of the sharding codec, of the kind that Orbax writes.
+        """Returns the settings of Orbax's kind of sharding codec.
 
         Raises:
           UnsupportedCheckpointError: it is another.
@@ -212,7 +225,7 @@ class FetchedArray:
         return settings
 
     def _unsharded(self, sharding: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metadata of an array whose chunks are those inside the shards."""
+        """Returns the metadata of an array of the shards' inner chunks."""
         grid = {"name": "regular", "configuration": {"chunk_shape": list(self.layout.chunk)}}
         return {**self.metadata, "chunk_grid": grid, "codecs": sharding["codecs"]}
 
@@ -241,7 +254,10 @@ class FetchedArray:
     def _read_index(
         self, key: str, sides: Sequence[int], sharding: Mapping[str, Any], context: ReadContext
     ) -> np.ndarray | None:
-        """Reads the index of a shard: offset and size of each chunk; None where there is no such shard."""
+        """Reads the offset and size of each of a shard's chunks.
+
+        None: there is no such shard.
+        """
         size, is_last = _index_bytes(math.prod(sides), sharding), _is_last(sharding)
         data = self._values.read(key, BoundedRange.last(size) if is_last else BoundedRange.between(0, size), context)
         if data is None:
@@ -262,7 +278,7 @@ class ChunkRead(NamedTuple):
     writes: list[ts.WriteFutures]
 
     def end(self) -> None:
-        """Waits for the buffers; raises whatever TensorStore raises."""
+        """Waits for the buffers; raises TensorStore's errors."""
         try:
             for write in self.writes:
                 write.result()

@@ -1,4 +1,6 @@
-"""Reads of a chunked array on a web server: threads that each take one chunk after the other.
+"""Reads of a chunked array on a web server.
+
+Threads each take a chunk after the other.
 
 A task of the event loop for each of thousands of small chunks would cost more than fetching it.
 """
@@ -26,7 +28,7 @@ _PENDING_BYTES = 1 << 16
 async def read_fetched(
     array: FetchedArray, requests: Sequence[Request], leaf: str, decoding: Budget, *, is_near: bool
 ) -> None:
-    """Reads boxes of an array, of which each thread has one chunk at a time.
+    """Reads boxes of an array, a chunk at a time per thread.
 
     Args:
       array: whose chunks are fetched.
@@ -50,7 +52,7 @@ async def read_fetched(
 
 
 async def _read_chunks(chunks: _Chunks, decoding: Budget, taken: int) -> None:
-    """Reads chunks in a thread, and gives back the memory that was taken for one."""
+    """Reads chunks in a thread, and gives back a chunk's memory."""
     try:
         await run_in_pool(waiting_pool(), chunks.read_all)
     except BaseException:
@@ -61,7 +63,7 @@ async def _read_chunks(chunks: _Chunks, decoding: Budget, taken: int) -> None:
 
 
 class _Chunks:
-    """The chunks of one read that no thread has taken yet."""
+    """The chunks of a read that no thread has taken yet."""
 
     def __init__(self, array: FetchedArray, requests: Sequence[Request], leaf: str):
         self._array = array
@@ -76,7 +78,7 @@ class _Chunks:
         return len(self._left)
 
     def read_all(self) -> None:
-        """Takes and reads chunks until none is left."""
+        """Takes and reads chunks until all are taken."""
         pending: deque[ChunkRead] = deque()
         try:
             while self._left:

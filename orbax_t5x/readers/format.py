@@ -1,4 +1,4 @@
-"""A format as data: its name, the marks that make a path its own, and how it opens."""
+"""A format as data: name, marks and opener."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Weight = Literal["own", "loose", "hint"]
 
 
 class Opener(Protocol):
-    """Function that opens a path of one format."""
+    """Function that opens a path of a format."""
 
     def __call__(self, path: str, /, *, limits: Limits) -> Checkpoint:
         """Opens the path.
@@ -26,7 +26,7 @@ class Opener(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    r"""A mark of a format: the name of a file, its first bytes, its last bytes.
+    r"""A format's mark: a file's name, first bytes or last bytes.
 
     A file has the mark if everything that is given fits. Weights decide between formats, never their order: an "own"
     mark goes before a "loose" mark of another format, and a "hint" counts only if nothing else does, steps included.

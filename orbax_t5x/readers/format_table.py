@@ -1,4 +1,6 @@
-"""The table of formats: a row for each, with its marks as data; `register_format` adds rows.
+"""The table of formats, with their marks as data.
+
+`register_format` adds rows.
 
 Rows have no order that decides anything. Detection looks at marks alone: the module that opens a format is loaded when
 a mark fits.
@@ -159,7 +161,10 @@ def register_format(format: Format) -> RegistryEntry:
 
 
 def all_formats() -> list[Format]:
-    """Lists all formats; of other packages' rows, the broken ones are left out with a warning."""
+    """Lists all formats.
+
+    Broken rows of other packages are left out with a warning.
+    """
     rows: list[Format] = []
     for name in FORMATS.names():
         try:

@@ -1,4 +1,6 @@
-"""`open_checkpoint`: finds the format that owns a path by the marks of all formats, and opens it.
+"""`open_checkpoint`: finds a path's format and opens it.
+
+The marks of all formats decide.
 
 A directory's own files go before its subfolders and steps. Marks decide, and never the order of formats: two owners are
 an error.
@@ -28,7 +30,9 @@ from orbax_t5x.storage.places import opening
 def open_checkpoint(
     path: str | os.PathLike[str], *, format: str | None = None, item: str | None = None, limits: Limits | None = None
 ) -> Checkpoint:
-    """Opens a checkpoint: names, shapes and dtypes of its leaves, and no array byte.
+    """Opens a checkpoint: names, shapes and dtypes of its leaves.
+
+    No array byte is read.
 
     Args:
       path: local, or a URL (`gs://`, `s3://`, `http(s)://`): a TensorFlow bundle (its prefix, its `.index`, or its
@@ -84,7 +88,7 @@ def _open_path(text: str, format: str | None, item: str | None, limits: Limits) 
 
 
 def _open_directory(probe: PathProbe, rows: list[Format], item: str | None, limits: Limits) -> Checkpoint:
-    """Opens a directory by its own files, else by its subfolders and steps."""
+    """Opens a directory by its files, or its subfolders and steps."""
     if row := owner_of_directory(probe, rows):
         return _open(row, probe.path, limits, item)
     if newest := newest_of_root(probe):
@@ -99,7 +103,10 @@ def _open_directory(probe: PathProbe, rows: list[Format], item: str | None, limi
 
 
 def _open(row: Format, path: str, limits: Limits, item: str | None) -> Checkpoint:
-    """Opens a path of one format; its module is loaded now."""
+    """Opens a path of a format.
+
+    The format's module is loaded now.
+    """
     opener: Callable[..., Checkpoint]  # `item=` is for formats with items alone
     opener = on_demand.function(*row.open.split(":")) if isinstance(row.open, str) else row.open
     if item is None:

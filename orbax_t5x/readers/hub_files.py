@@ -1,5 +1,6 @@
-"""Files of the Hugging Face hub that several formats share: a model's configuration, the index of a model in several
-files, and pointers of Git LFS.
+"""Files of the Hugging Face hub that several formats share.
+
+They are a model's configuration, the index of a model in several files, and pointers of Git LFS.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def read_config(root: Files, limits: Limits) -> Mapping[str, Any]:
-    """Reads the model's configuration, or the reason why it cannot be read; the arrays do not need it."""
+    """Reads the model's configuration, or why it cannot be read.
+
+    The arrays do not need it.
+    """
     try:
         root.read_ahead([_CONFIG], limit=limits.json_bytes)
         if not root.exists(_CONFIG):
@@ -48,20 +52,25 @@ def read_config(root: Files, limits: Limits) -> Mapping[str, Any]:
 
 
 def trainer_step(directory: str) -> int | None:
-    """Parses the step in the name that the Hugging Face trainer gives a directory; None for another name."""
+    """Parses the step in a Hugging Face trainer's directory name.
+
+    None for another name.
+    """
     match = _STEP_NAME.fullmatch(os.path.basename(directory))
     return int(match["step"]) if match else None
 
 
 def refuse_lfs_pointer(first: bytes, path: str) -> None:
-    """Raises if a file that begins with these bytes is a pointer to the file itself."""
+    """Raises if a file's first bytes are a Git LFS pointer."""
     if first.startswith(LFS_POINTER):
         message = "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned"
         raise UnsupportedCheckpointError(message, path=path)
 
 
 class ModelFiles(abc.ABC):
-    """Files of one model while they are being opened; a leaf is in exactly one of them.
+    """Files of a model during its opening.
+
+    A leaf is in exactly one file.
 
     Attributes:
       format: the name of the checkpoint's format.
@@ -83,14 +92,17 @@ class ModelFiles(abc.ABC):
 
     @abc.abstractmethod
     def add_file(self, name: str) -> None:
-        """Adds all leaves of one file."""
+        """Adds all leaves of a file."""
 
     def add_config(self, store: Files) -> None:
         """Adds the model's configuration, if it is beside the files."""
         self._metadata.update(read_config(store, self._limits))
 
     def add_index(self, index: str) -> None:
-        """Adds all files that an index names, each proven to hold the leaves that the index assigns to it."""
+        """Adds all files that an index names.
+
+        Each is proven to hold the leaves that the index assigns to it.
+        """
         path = self._root.join(index)
         file_of = self._read_index(index, path)
         for name in sorted(set(file_of.values())):
@@ -121,13 +133,19 @@ class ModelFiles(abc.ABC):
         )
 
     def _claim(self, leaf: str, file: str) -> None:
-        """Notes the file of a leaf, which must not be in two."""
+        """Records a leaf's file.
+
+        Two files with the same leaf are refused.
+        """
         if (first := self._file_of.setdefault(leaf, file)) != file:
             message = f"is in {first!r} and in {file!r}; open one of them by its path"
             raise CorruptCheckpointError(message, path=self._root.path, leaf=leaf)
 
     def _read_index(self, index: str, path: str) -> Mapping[str, str]:
-        """Reads an index; returns the file of each leaf, in the index's own directory."""
+        """Reads an index into file names by leaf.
+
+        The files are in the index's own directory.
+        """
         data = self._root.read_whole(index, limit=self._limits.index_bytes)
         refuse_lfs_pointer(data, path)
         parsed = parse_object(data, path)

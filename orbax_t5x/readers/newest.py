@@ -21,7 +21,9 @@ from orbax_t5x.storage.places import files_at, opening
 
 @guarded
 def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int | None:
-    """Finds the newest finished step of a root: of Orbax, of T5X through Orbax, of T5X itself, or of files of Flax.
+    """Finds the newest finished step of a root.
+
+    The root is Orbax's, T5X's through Orbax, T5X's own, or of files of Flax.
 
     Temporary, empty and half-deleted directories are no steps; step 0 is one. Where Flax numbered the newest file of a
     root by a fraction, it has no step.
@@ -65,7 +67,10 @@ def _latest_step(root: str, validated: bool) -> int | None:
 
 
 def _newest_first(probe: PathProbe) -> Iterator[Step | StepFile]:
-    """Yields the finished steps of a root: directories, else files in a directory that no format owns."""
+    """Yields the finished steps of a root.
+
+    They are directories, else files in a directory that no format owns.
+    """
     steps = newest_first(probe.path)
     if (newest := next(steps, None)) is not None:
         yield newest

@@ -1,4 +1,6 @@
-"""The values of an OCDBT database: the nodes of its tree are read by us, and decoded by TensorStore.
+"""The values of an OCDBT database.
+
+The nodes of its tree are read by us, and decoded by TensorStore.
 
 TensorStore would read them itself, value by value, and take whatever a web server sends. So each node is read once,
 each value with its length, as the node above it records that, and names of data files stay below the database.
@@ -37,7 +39,7 @@ _DOING = "opening its OCDBT database"
 
 
 class ValueLocation(NamedTuple):
-    """Range of a data file, which is named relative to the database."""
+    """Range of a data file, named relative to the database."""
 
     file: str
     offset: int
@@ -45,7 +47,9 @@ class ValueLocation(NamedTuple):
 
 
 class _TreeNode(NamedTuple):
-    """A node of the tree: its keys, sorted, each with a value, or with the node that holds the keys from there on.
+    """A tree node: its sorted keys with values or child nodes.
+
+    A child holds the keys from its key on.
 
     Attributes:
       prefixes: of the keys below each entry, which these do not repeat; none in a leaf node.
@@ -57,10 +61,12 @@ class _TreeNode(NamedTuple):
 
 
 class OcdbtValues(Values):
-    """The values of one database."""
+    """The values of a database."""
 
     def __init__(self, files: Values, limits: Limits, open_file: Callable[[str], StoredFile]):
-        """Reads the manifest and the root node; `open_file` opens a file of the database.
+        """Reads the manifest and the root node.
+
+        `open_file` opens a file of the database.
 
         Raises:
           CheckpointError: they cannot be read.
@@ -87,7 +93,7 @@ class OcdbtValues(Values):
             self._node(self._root, self._height, ANYONE)
 
     def find(self, key: str) -> bytes | ValueLocation | None:
-        """Returns a value, or its place in a data file if it is not in the tree."""
+        """Finds a value, or its place in a data file."""
         return self._find(key.encode(), ANYONE)
 
     @property
@@ -128,7 +134,7 @@ class OcdbtValues(Values):
         return data
 
     def _find(self, key: bytes, context: ReadContext) -> bytes | ValueLocation | None:
-        """Returns the value of a key, or where it is stored."""
+        """Finds the value of a key, or its place."""
         location, height = self._root, self._height
         while location is not None:
             node = self._node(location, height, context)
@@ -208,7 +214,9 @@ class OcdbtValues(Values):
             raise typed_error(error, path=self.path, leaf=None, doing=_DOING, is_remote=True) from error
 
     def _location(self, text: str) -> ValueLocation:
-        """Parses TensorStore's text of a location: kind, base and name of the file, offset and size.
+        """Parses a location: kind, file's base and name, offset, size.
+
+        It is TensorStore's text.
 
         Raises:
           UnsafeCheckpointError: the name is not that of a file below the database, in its shortest form.
@@ -224,7 +232,7 @@ class LocalValues(Values):
     """The files of a local database, each a value."""
 
     def __init__(self, path: str, open_file: Callable[[str], StoredFile]):
-        """Takes the directory, for errors, and what opens a file of it."""
+        """Takes the directory, for errors, and a function that opens its files."""
         self.path: str = path
         self._open_file = open_file
 

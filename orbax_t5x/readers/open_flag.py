@@ -8,7 +8,10 @@ from orbax_t5x.errors import for_caller
 
 
 class OpenFlag:
-    """State of a checkpoint, open or closed; shared by its leaves, so that closing reaches them all."""
+    """State of a checkpoint, open or closed.
+
+    Its leaves share it, so that closing reaches them all.
+    """
 
     __slots__ = ("closed",)
 
@@ -26,6 +29,6 @@ class OpenFlag:
 
 
 def close_all(closers: Iterable[Callable[[], None]]) -> None:
-    """Calls what closes parts of a checkpoint."""
+    """Calls the actions that close parts of a checkpoint."""
     for close in closers:
         close()

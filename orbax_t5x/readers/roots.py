@@ -1,4 +1,4 @@
-"""Directories without marks of their own: a step by its items, or the root of a run."""
+"""Directories without marks: steps by items, and roots of runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from orbax_t5x.storage.places import files_at
 
 
 class NewestOfRoot(NamedTuple):
-    """The checkpoint in a directory: its path; the step of a file, and the format if marks do not tell it."""
+    """The checkpoint in a directory: its path, step and format.
+
+    The step is a file's; the format is given if marks do not tell it.
+    """
 
     path: str
     step: int | None = None
@@ -32,7 +35,9 @@ class NewestOfRoot(NamedTuple):
 
 
 def newest_of_root(probe: PathProbe) -> NewestOfRoot | None:
-    """Finds the step that a directory is by its subfolders, or the newest step of a root.
+    """Finds a directory's step: its own or the newest of a root.
+
+    Its subfolders tell.
 
     Returns:
       The checkpoint; None if there is none, or the store lists nothing, or not to this user.
@@ -65,7 +70,10 @@ def _newest_file(probe: PathProbe) -> NewestOfRoot | None:
 
 
 def _require_one_format(probe: PathProbe, found: Subdirectories, newest: str) -> None:
-    """Proves that the steps of a root are of one format; in each, one file is looked for."""
+    """Proves that the steps of a root are of one format.
+
+    In each, it looks for a single file.
+    """
     if has_step_files(probe, found):
         of_orbax = {_owner_of_step(newest): repr(os.path.basename(newest))}
         raise two_owners(of_orbax | {"flax_msgpack": "files of steps"}, probe.path)
@@ -81,6 +89,9 @@ def _require_one_format(probe: PathProbe, found: Subdirectories, newest: str) ->
 
 
 def _owner_of_step(directory: str) -> str:
-    """Names the format of a finished step; by items alone it is Orbax's."""
+    """Names the format of a finished step.
+
+    By items alone it is Orbax's.
+    """
     owner = owner_of_directory(probe_path(directory), all_formats())
     return "orbax" if owner is None else owner.name

@@ -1,4 +1,6 @@
-"""Small arrays of an OCDBT database, decoded from its values: no array of them is opened in TensorStore.
+"""Small arrays of an OCDBT database, decoded from its values.
+
+They are not opened in TensorStore.
 
 A node of the database's tree holds the values of thousands of small arrays. It is read once, and they are decoded here.
 Small values beside the tree are read by windows of their data file. Arrays are alike: one of those with the same
@@ -63,7 +65,10 @@ class ArrayKind(NamedTuple):
 
     @classmethod
     def of(cls, array: FetchedArray) -> ArrayKind | None:
-        """Returns the kind of an array, or None if TensorStore is to read it."""
+        """Returns the kind of an array, or None.
+
+        None: TensorStore is to read it.
+        """
         layout = array.layout
         shape, chunk = layout.shape, layout.chunk or layout.shape
         counts = [-(-size // side) for size, side in zip(shape, chunk, strict=True)]
@@ -112,7 +117,10 @@ class ArrayKind(NamedTuple):
 
 
 def _content_size(frame: bytes) -> int | None:
-    """Returns the size that a zstd frame of one segment declares, or None for another frame."""
+    """Returns the size that a zstd frame declares, or None.
+
+    None for a frame of several segments.
+    """
     if frame[:4] != _ZSTD_MAGIC or len(frame) < 6 or frame[4] & 0x23 != _ONE_SEGMENT:
         return None
     width = 1 << (frame[4] >> 6)
@@ -120,7 +128,10 @@ def _content_size(frame: bytes) -> int | None:
 
 
 def _codecs(metadata: Mapping[str, Any]) -> list[str] | None:
-    """Returns the codecs that compress elements in row-major, little-endian order; None for another order."""
+    """Returns the codecs of row-major, little-endian elements.
+
+    None for another order.
+    """
     if metadata.get("zarr_format") == 2:
         is_plain = metadata["order"] == "C" and metadata["filters"] is None and isinstance(metadata["dtype"], str)
         compressor = metadata["compressor"]
@@ -131,7 +142,9 @@ def _codecs(metadata: Mapping[str, Any]) -> list[str] | None:
 
 
 class SmallArray(NamedTuple):
-    """One array: its kind, its chunks' values or their places, and the file that holds them.
+    """Array with its kind, its chunks and their file.
+
+    Chunks are values or their places.
 
     Attributes:
       extent: the bytes of the file that hold the chunks, none if all are in the tree; or None if others are among them.
@@ -154,14 +167,20 @@ class SmallArrays:
     """Finder of the small arrays of a database."""
 
     def __init__(self, values: OcdbtValues, open_array: Callable[[str, str], FetchedArray], metadata: str):
-        """Takes the database, what opens an array of it for a leaf, and the name of an array's metadata."""
+        """Takes the database, an array opener and the metadata's name.
+
+        The name is that of every array's metadata.
+        """
         self._values = values
         self._open_array = open_array
         self._metadata = metadata
         self._kinds: dict[bytes, ArrayKind | None] = {}
 
     def find(self, name: str, leaf: str) -> SmallArray | None:
-        """Returns an array; or None if TensorStore is to read it, or to find what is wrong with it."""
+        """Returns an array, or None.
+
+        None: TensorStore is to read it, or to find its fault.
+        """
         prefix = f"{name}/" if name else ""
         opened = partial(self._open_array, name, leaf)
         try:
@@ -176,7 +195,10 @@ class SmallArrays:
             return None
 
     def _placed(self, kind: ArrayKind, prefix: str, opened: Callable[[], FetchedArray]) -> SmallArray | None:
-        """Returns the array whose keys have a prefix, or None if a chunk is absent, too long or far from the others."""
+        """Returns the array with a key prefix, or None.
+
+        None: a chunk is absent, too long or far from the other chunks.
+        """
         most = most_encoded(math.prod(kind.chunk_shape) * kind.layout.dtype.itemsize + SHARD_ENTRY_BYTES)
         values: list[bytes | ValueLocation] = []
         beside: list[ValueLocation] = []
@@ -206,7 +228,10 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
     __slots__ = ("_small",)
 
     def __init__(self, name: str, path: str, small: SmallArray, flag: OpenFlag, **options: Any):
-        """Makes the leaf; the options are those of `TensorStoreLeaf`."""
+        """Makes the leaf.
+
+        The options are `TensorStoreLeaf`'s.
+        """
         super().__init__(name, path, UnopenedArray(small.layout, small.open), flag, **options)
         self._small = small
 

@@ -1,4 +1,6 @@
-"""Finds the chunks of an array that are stored, where one that is absent stands for the fill value.
+"""Finds the stored chunks of an array.
+
+An absent chunk stands for the fill value.
 
 A few bytes of metadata may describe billions of chunks of which none is stored. So the work of a read follows the box
 that is wanted and the chunks that are stored: what else the box covers is filled at once.
@@ -22,7 +24,10 @@ from orbax_t5x.storage.interface import Snapshot
 
 
 class ChunkKeys(NamedTuple):
-    """The keys under which the chunks of an array are stored: `prefix`, then the indices joined by `separator`."""
+    """Keys of an array's stored chunks.
+
+    A key is `prefix`, then the indices joined by `separator`.
+    """
 
     prefix: str
     separator: str
@@ -44,7 +49,9 @@ class ChunkKeys(NamedTuple):
         return self.separator.join([self.prefix, *numbers] if self.prefix else numbers or ["0"])
 
     def indices(self, keys: Sequence[str], grid: Sequence[int]) -> np.ndarray:
-        """Returns the indices of the keys that are those of chunks, sorted; other keys are passed over.
+        """Returns the indices of chunk keys, sorted.
+
+        Other keys are passed over.
 
         Args:
           keys: of all that is stored with the array.
@@ -65,14 +72,19 @@ class ChunkKeys(NamedTuple):
 
 
 class StoredChunks:
-    """The stored chunks of one array, listed at its first read; `Snapshot` notices when others are there later.
+    """The stored chunks of an array, listed at its first read.
+
+    `Snapshot` notices chunks that are added later.
 
     A remote store that keeps chunks as files has no list of them: there each chunk of a read is asked for, and one read
     may have at most `most` of them.
     """
 
     def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...], files: Snapshot, most: int):
-        """Makes the chunks of an array; `cell` is the shape that is stored under one key, `grid` counts such keys."""
+        """Makes the chunks of an array.
+
+        `cell` is the shape that is stored under a key, `grid` counts such keys.
+        """
         self._cell = cell
         self._grid = grid
         self._files = files
@@ -82,7 +94,9 @@ class StoredChunks:
     async def find(
         self, keys: ChunkKeys, names: Callable[[], Awaitable[list[str]]] | None, boxes: Sequence[Box]
     ) -> np.ndarray:
-        """Returns the indices of stored chunks, sorted: all that are in boxes, and maybe others.
+        """Returns the indices of stored chunks, sorted.
+
+        All chunks in boxes are among them, and maybe other chunks.
 
         Args:
           keys: of the array.
@@ -110,7 +124,7 @@ class StoredChunks:
         return itertools.product(*[range(low, high) for low, high in chunk_indices(box, self._cell)])
 
     def fill(self, requests: Sequence[Request], stored: np.ndarray, value: np.ndarray) -> tuple[list[Request], int]:
-        """Fills what no stored chunk covers, where that is most of a box.
+        """Fills the uncovered rest of a mostly empty box.
 
         Args:
           requests: of one read, no two of one box.
@@ -143,7 +157,7 @@ class StoredChunks:
         return inside
 
     def _piece(self, request: Request, index: Sequence[int]) -> Request:
-        """Returns the part of a request that lies in one chunk."""
+        """Returns the part of a request in a chunk."""
         chunk = tuple([(number * size, (number + 1) * size) for number, size in zip(index, self._cell, strict=True)])
         box = intersect(chunk, request.box)
         assert box is not None

@@ -1,4 +1,7 @@
-"""Strings that Orbax keeps outside its arrays: small, and read when the checkpoint is opened."""
+"""Strings that Orbax keeps outside its arrays.
+
+They are small, and read when the checkpoint is opened.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from orbax_t5x.storage.crc import CRC32C
 
 
 class StringLeaf(Leaf):
-    """A string that the format keeps outside its arrays; a rank-0 array of dtype object whose element is `bytes`."""
+    """String outside the arrays.
+
+    It is a rank-0 array of dtype object with `bytes` as its element.
+    """
 
     __slots__ = ("_open", "_sums", "_value", "chunks", "dtype", "name", "path", "shape")
 
@@ -48,7 +54,7 @@ class StringLeaf(Leaf):
 
 
 class _StringChecksum(Checksums):
-    """Checksum of a whole string, compared whatever part of it was read."""
+    """Checksum of a whole string, compared for any part."""
 
     def __init__(self, value: bytes, sums: BoxSums, path: str, leaf: str):
         self._value, self._sums, self._path, self._leaf = value, sums, path, leaf

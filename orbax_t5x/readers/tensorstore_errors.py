@@ -31,7 +31,7 @@ _IO_STATUSES = frozenset(
 
 
 def os_error_number(error: BaseException) -> int | None:
-    """Returns the operating system's error number that TensorStore recorded in an error, or None."""
+    """Returns the OS error number in a TensorStore error, or None."""
     found = _OS_ERROR.search(str(error))
     return None if found is None else int(found["errno"])
 

@@ -1,4 +1,6 @@
-"""Leaves that TensorStore reads: chunked zarr arrays, in files of their own or inside an OCDBT database.
+"""Leaves that TensorStore reads: chunked zarr arrays.
+
+They are in files of their own or inside an OCDBT database.
 
 Each box is written by TensorStore straight into the buffer that wants it, boxes that occur twice are read
 once, and all boxes of a call that touch a chunk are under way together, so that it is decoded once. Chunks are decoded
@@ -49,7 +51,10 @@ _CHECKING_CODECS = ("gzip", "zlib", "crc32c")
 
 
 class TensorStoreLeaf(Leaf):
-    """One zarr array, read in chunks; `error` where a chunk takes more memory than the limits allow."""
+    """Zarr array, read in chunks.
+
+    `error` if a chunk takes more memory than the limits allow.
+    """
 
     __slots__ = (
         "_array",
@@ -138,12 +143,14 @@ class TensorStoreLeaf(Leaf):
         return _checking_codec(spec.get("metadata", {}))
 
     def _decoder(self) -> ts.TensorStore:
-        """Returns what decodes the array's chunks."""
         array = self._opened()
         return array.array if isinstance(array, FetchedArray) else array
 
     def _opened(self) -> ts.TensorStore | FetchedArray:
-        """Returns the array, opened at the first call; two threads that both open it do no harm."""
+        """Returns the array, opened at the first call.
+
+        Two threads that both open it do no harm.
+        """
         array = self._array
         if array is None:
             assert self._open_array is not None
@@ -230,7 +237,10 @@ class TensorStoreLeaf(Leaf):
             stats.add_range(self, one)
 
     async def _fill(self, requests: Sequence[Request], chunks: StoredChunks, stats: ReadStats) -> Sequence[Request]:
-        """Fills boxes with the fill value where most of their chunks are absent; returns what is left to read."""
+        """Fills boxes of mostly absent chunks; returns the rest.
+
+        The rest is left to read.
+        """
         array, decoder = self._opened(), self._decoder()
         names = array.names if isinstance(array, FetchedArray) else self._names_of(decoder)
         keys = array.keys if isinstance(array, FetchedArray) else ChunkKeys.of(decoder)
@@ -245,7 +255,10 @@ class TensorStoreLeaf(Leaf):
         return left
 
     def _names_of(self, array: ts.TensorStore) -> Callable[[], Awaitable[list[str]]] | None:
-        """Returns what lists all that is stored with an array; None in a bucket, where listing would cost too much."""
+        """Returns a lister of the array's stored names, or None.
+
+        None in a bucket: listing would cost too much.
+        """
         kvstore = array.kvstore
         assert kvstore is not None
         if self._files.clock is not None and kvstore.spec().to_json()["driver"] != "ocdbt":
@@ -257,7 +270,10 @@ class TensorStoreLeaf(Leaf):
         return names
 
     async def _read_requests(self, requests: Sequence[Request], decoding: Budget) -> None:
-        """Reads all boxes at once where the memory for their chunks allows that, else chunk by chunk."""
+        """Reads all boxes at once if memory allows, else by chunk.
+
+        The memory is for their chunks.
+        """
         chunks = self.chunks or ()
         decoded_bytes = int(_DECODING_COPIES * self._chunk_bytes)
         if decoded_bytes > UNCHECKED_BYTES:  # other memory was taken since the leaf was opened
@@ -283,7 +299,7 @@ class TensorStoreLeaf(Leaf):
         await wait_all(by_chunk())
 
     async def _read_together(self, requests: Sequence[Request], decoding: Budget, taken: int) -> None:
-        """Reads boxes into their buffers together, and gives back what was taken for their chunks."""
+        """Reads boxes together, then gives back their chunks' memory."""
         writes: list[ts.WriteFutures] = []
         try:
             for box, buffer in requests:
@@ -298,7 +314,10 @@ class TensorStoreLeaf(Leaf):
             decoding.give(taken)
 
     def _begin_writes(self, box: Box, buffer: np.ndarray) -> list[ts.WriteFutures]:
-        """Begins to read a box into a buffer: in one go, or remotely by boxes of whole chunks, each a response."""
+        """Begins to read a box into a buffer.
+
+        It reads in one go, or remotely by boxes of whole chunks, each a response.
+        """
         array, out = self._decoder(), ts.array(buffer, write=True, copy=False)
         if self._files.clock is None:
             return [out.write(array if buffer.shape == self.shape else array[box_slices(box)])]
@@ -365,7 +384,7 @@ class _BoxChecksums(Checksums):
         return not found.uncovered
 
     async def _read_crc(self, box: Box, stats: ReadStats) -> int:
-        """Reads a box only for its checksum, some rows of chunks at a time."""
+        """Reads a box for its checksum only, by rows of chunks."""
         leaf, crc = self._leaf, 0
         rows = leaf.chunks[0] if leaf.chunks else 1
         reading = ReadStats("off")
@@ -378,7 +397,10 @@ class _BoxChecksums(Checksums):
         return crc
 
     def _damage(self, mismatch: Mismatch) -> CheckpointError:
-        """Returns the error of a wrong checksum: the files changed while they were read, or the data are damaged."""
+        """Returns the error of a wrong checksum.
+
+        The files changed while they were read, or the data are damaged.
+        """
         leaf = self._leaf
         try:
             self._files.check_unchanged(ReadStats(), leaf=leaf.name)
@@ -398,7 +420,7 @@ async def _ended(write: ts.WriteFutures) -> None:
 
 
 def _checking_codec(metadata: Mapping[str, Any]) -> str | None:
-    """Returns the codec in the metadata of a zarr array that has a checksum of its own."""
+    """Finds the checksumming codec in a zarr array's metadata."""
     pending = [*metadata.get("codecs", ()), metadata.get("compressor")]
     while pending:
         codec = pending.pop(0)

@@ -1,4 +1,4 @@
-"""Specs and context with which TensorStore opens arrays, for reading only.
+"""TensorStore's specs and context for reading arrays.
 
 Driver, path and settings are written here; nothing of a spec comes from a file.
 """
@@ -20,7 +20,10 @@ _OCDBT_CACHE_BYTES = 100_000_000
 
 
 def make_context() -> ts.Context:
-    """Makes the context for one checkpoint: no cache of chunks, a small one of OCDBT nodes, few threads."""
+    """Makes a checkpoint's context.
+
+    It has no cache of chunks, a small cache of OCDBT nodes, and few threads.
+    """
     return ts.Context(
         {
             "file_io_concurrency": {"limit": FILE_IO_CONCURRENCY},
@@ -34,7 +37,9 @@ def make_context() -> ts.Context:
 def array_spec(
     directory: Mapping[str, Any], name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False
 ) -> dict[str, Any]:
-    """Makes the spec of one array of a checkpoint; `directory` is that of `Files.kvstore`.
+    """Makes the spec of an array.
+
+    `directory` is that of `Files.kvstore`.
 
     The name is the array's key prefix in an OCDBT database, or the path of its directory. With `absent_is_fill`, a
     chunk that is not there stands for the fill value.
@@ -54,7 +59,10 @@ def array_spec(
 
 
 def _below(directory: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the spec of a name below a directory; the root of a bucket has no slash at its front."""
+    """Returns the spec of a name below a directory.
+
+    The root of a bucket has no slash at its front.
+    """
     path = directory["path"]
     slash = "" if not path or path.endswith("/") else "/"
     return {**directory, "path": f"{path}{slash}{name}"}
@@ -65,7 +73,10 @@ def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:
-    """Reads the manifest and the root node of an OCDBT database, which every array of it needs."""
+    """Reads the manifest and the root node of an OCDBT database.
+
+    Every array of it needs them.
+    """
     spec = {**_database(directory), "path": ""}
     try:
         ts.KvStore.open(spec, context=context).result().read("/").result()

@@ -1,4 +1,7 @@
-"""Checks that boxes tile an array, every element in exactly one: pure, on integers, and quick for any input."""
+"""Checks that boxes tile an array.
+
+Every element is in exactly one box. Pure, on integers, and quick for any input.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,19 @@ def box_text(box: Box) -> str:
 
 
 class Tiling(NamedTuple):
-    """Result of a check of boxes: what is wrong with them, or None, and the steps beyond a few per box that it took."""
+    """Result of a check: the boxes' fault or None, and extra steps.
+
+    The steps are those beyond a few per box.
+    """
 
     problem: str | None
     steps: int = 0
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box], max_steps: int) -> Tiling:
-    """Checks that boxes tile an array that they are inside of, in at most `max_steps` of work.
+    """Checks that boxes inside an array tile it.
+
+    The work is at most `max_steps`.
 
     The boxes' edges cut the array into a grid. Writers cut evenly, so that each box is a cell and one look at the boxes
     is enough; else the cells are looked at.

@@ -1,4 +1,4 @@
-"""Opens a checkpoint that all processes of a job open, once for all of them."""
+"""Opens a checkpoint once for all processes of a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from orbax_t5x.storage.paths import url_scheme
 def open_together(
     path: str | os.PathLike[str], *, format: str | None = None, item: str | None = None, limits: Limits | None = None
 ) -> Checkpoint:
-    """Opens a checkpoint as `open_checkpoint` does; of several processes of a job one reads the metadata for all.
+    """Opens a checkpoint as `open_checkpoint` does, once per job.
+
+    Of several processes, a single process reads the metadata for all.
 
     Processes for which a relative path, or one with `~`, is another directory open it each for itself.
     """

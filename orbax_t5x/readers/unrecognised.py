@@ -1,4 +1,7 @@
-"""Errors for paths that cannot be opened: missing or of no known format, with near names."""
+"""Errors for paths that cannot be opened, with near names.
+
+They are missing or of no known format.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ _CLOSE = 0.8
 
 
 def missing_error(path: str, text: str) -> CheckpointError:
-    """Makes the error of a path that does not exist, with names that its user may have meant."""
+    """Makes the error of a missing path, with near names."""
     message = "no such file or directory, and no TensorFlow bundle with this prefix"
     if files_at(path).is_remote:
         return _missing_remotely(path, message)
@@ -56,7 +59,10 @@ def missing_error(path: str, text: str) -> CheckpointError:
 
 
 def _missing_remotely(url: str, message: str) -> CheckpointError:
-    """Makes the same error for a URL: on a web server a directory without a checkpoint's files looks like nothing."""
+    """Makes the same error for a URL.
+
+    On a web server a directory without a checkpoint's files looks like nothing.
+    """
     if files_at(url).can_list or os.path.splitext(url)[1] in _FILE_SUFFIXES:
         return CheckpointNotFoundError(message, path=url)
     return UnsupportedCheckpointError(
@@ -67,14 +73,17 @@ def _missing_remotely(url: str, message: str) -> CheckpointError:
 
 
 def _existing(directory: str) -> str:
-    """Returns the directory, or the nearest one above it that exists."""
+    """Returns the directory, or its nearest existing ancestor."""
     while not os.path.isdir(directory) and directory != os.path.dirname(directory):
         directory = os.path.dirname(directory)
     return directory
 
 
 def _close_names(directory: str, name: str) -> list[str]:
-    """Finds names in a directory that are close to a missing one: bundles by their prefix."""
+    """Finds names in a directory close to a missing name.
+
+    Bundles count by their prefix.
+    """
     names = {entry.removesuffix(".index") for entry in probe_path(directory).names if not _SHARD.fullmatch(entry)}
     return difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE)
 

@@ -1,4 +1,7 @@
-"""Leaf whose elements are in a stored member of a ZIP archive, at any strides; the member's crc32 is its checksum."""
+"""Leaf in a stored member of a ZIP archive, at any strides.
+
+The member's crc32 is its checksum.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 
 class ZipLeaf(RangeLeaf):
-    """An array in one member of an archive."""
+    """Array in a member of an archive."""
 
     __slots__ = ("_archive", "_crc", "_head", "_member", "_name", "_range", "_repeated", "storage")
 

@@ -1,4 +1,6 @@
-"""The members of a ZIP archive, as PyTorch and NumPy write them: named byte ranges of a file, each with a crc32.
+"""The members of a ZIP archive: named byte ranges of a file.
+
+Each has a crc32. The archive is as PyTorch and NumPy write it.
 
 Opening reads the central directory alone. It must be all that lies between the last member and the end of the file, and
 no two members may share a byte, so that a file has one reading. The local header of a member is compared with the
@@ -38,7 +40,7 @@ _ENCRYPTED, _DESCRIPTOR, _UTF8 = 0x2041, 0x0008, 0x0800
 
 
 class Member(NamedTuple):
-    """One file in an archive.
+    """A file in an archive.
 
     Attributes:
       header: where its local header begins.
@@ -90,19 +92,28 @@ class Archive:
         return data
 
     def start_of(self, name: str) -> int:
-        """Returns where the bytes of a stored member begin; its local header is compared with the directory."""
+        """Returns the first byte of a stored member.
+
+        Its local header is compared with the directory.
+        """
         member = self.members[name]
         if member.method != STORED:
             raise self.corrupt(f"the member {name!r} is compressed, and can only be read whole")
         return self.local_start(name)
 
     def extent(self, name: str) -> FileExtent:
-        """Returns the bytes of a member with its local header, up to the next one."""
+        """Returns a member's bytes with its local header.
+
+        They reach up to the next member.
+        """
         start = self.members[name].header
         return FileExtent(self.file, start, self._stops[start])
 
     def read_heads(self, size: int) -> dict[str, bytes]:
-        """Reads the first bytes of each member, local header included: those of small ones together."""
+        """Reads the first bytes of each member.
+
+        The local header is among them; small members are read together.
+        """
         names = list(self.members)
         starts = [member.header for member in self.members.values()]
         ranges = [(start, min(start + size, self._stops[start])) for start in starts]
@@ -115,13 +126,19 @@ class Archive:
         return heads
 
     def near(self, offset: int, size: int, start: int, data: bytes) -> bytes:
-        """Returns bytes of the file, from `data` where they are in it, which begins at `start`."""
+        """Returns bytes of the file, from `data` if they are in it.
+
+        `data` begins at `start`.
+        """
         if start <= offset and offset + size <= start + len(data):
             return data[offset - start : offset - start + size]
         return self._read(offset, size)
 
     def local_start(self, name: str, data: bytes = b"") -> int:
-        """Returns where the bytes of a member begin, compressed or not; `data` are the first ones, if they are read."""
+        """Returns the first byte of a member, compressed or not.
+
+        `data` are the member's first bytes, if they are read.
+        """
         member = self.members[name]
         head = self.near(member.header, _LOCAL.size + len(member.name), member.header, data)
         magic, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
@@ -153,7 +170,7 @@ class Archive:
         return bytes(self.file.read(offset, size))
 
     def _directory(self, limits: Limits) -> tuple[int, int, int]:
-        """Finds the central directory; returns where it begins and ends, and how many entries it has."""
+        """Finds the central directory: begin, end and number of entries."""
         at = self.file.size - _END.size
         if at < 0:
             raise self.corrupt(f"{self.file.size} bytes are too few for a ZIP archive")
@@ -235,7 +252,10 @@ class Archive:
             self.members = {name: member._replace(crc=None) for name, member in self.members.items()}
 
     def _check_extents(self, stop: int) -> None:
-        """Proves that the members begin with the file, share no byte and end before the directory."""
+        """Proves that the members fill the file without overlap.
+
+        They begin with the file and end before the directory.
+        """
         reached = 0
         members = sorted(self.members.values())
         self._stops = dict(itertools.pairwise([*(member.header for member in members), stop]))
@@ -255,7 +275,7 @@ class Archive:
         return name
 
     def _widened(self, values: Sequence[int], extra: bytes, name: str) -> list[int]:
-        """Returns numbers of a header, those that are full from its ZIP64 field."""
+        """Returns a header's numbers, full numbers from the ZIP64 field."""
         at, fields = 0, []
         while at + _EXTRA.size <= len(extra):
             kind, size = _EXTRA.unpack_from(extra, at)
@@ -270,7 +290,10 @@ class Archive:
 
 
 def member_bytes(archive: Archive, name: str, leaf: str) -> DeferredExtents:
-    """Returns the bytes of a stored member, found when they are first read; `leaf` is for errors."""
+    """Returns the bytes of a stored member.
+
+    They are found when they are first read; `leaf` is for errors.
+    """
 
     def find() -> JoinedExtents:
         try:

@@ -1,1 +1,1 @@
-"""Detection of the format at a path, from names and a few bytes."""
+"""Detection of a path's format, from names and a few bytes."""

@@ -1,4 +1,6 @@
-"""Formats that are no checkpoints of ours, such as pickles, HDF5 and other frameworks': their names and the way out.
+"""Formats that cannot be read: their names and remedies.
+
+Such as pickles, HDF5 and other frameworks' checkpoints.
 
 Recognised by their first bytes, their names, or what a directory holds; never parsed, and nothing is ever unpickled.
 """
@@ -15,7 +17,7 @@ from orbax_t5x.readers.detect.probe import PathProbe, is_sstable, probe_path, su
 
 
 class ForeignFormat(NamedTuple):
-    """Format that is not read: its name, and what to do instead."""
+    """Format that cannot be read: its name and the remedy."""
 
     what: str
     way_out: str
@@ -88,7 +90,7 @@ _NPY_HEADER = re.compile(
 
 
 def foreign_format(probe: PathProbe) -> ForeignFormat | None:
-    """Returns the foreign format of a file or directory; None also where it is unknown.
+    """Returns the foreign format of a path, or None if unknown.
 
     What it is begins with the name of the file in a directory that says so.
     """
@@ -117,7 +119,7 @@ def _foreign_file(probe: PathProbe) -> ForeignFormat | None:
 
 
 def _is_longer_than_one_array(probe: PathProbe) -> bool:
-    """Reports whether more follows the NumPy array with which a file begins."""
+    """Tests if more follows the NumPy array at a file's start."""
     header = _NPY_HEADER.match(probe.head)
     if header is None or probe.size is None or len(probe.head) < 12:
         return False
@@ -128,7 +130,10 @@ def _is_longer_than_one_array(probe: PathProbe) -> bool:
 
 
 def _is_levanter(probe: PathProbe) -> bool:
-    """Reports whether a directory has Levanter's record of a step beside the arrays of a model."""
+    """Tests if a directory is Levanter's.
+
+    It has a record of a step beside the arrays of a model.
+    """
     return "metadata.json" in probe.names and bool({"model", "opt_state", "train_state"} & probe.names)
 
 

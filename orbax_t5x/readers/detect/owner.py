@@ -1,4 +1,7 @@
-"""Finds the format that owns a path by the marks of all formats; two owners are an error, whatever their order."""
+"""Finds the format that owns a path by the formats' marks.
+
+Two owners are an error, in any order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ _SPECIAL = frozenset("*?[")
 
 
 def owner_of_file(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
-    """Returns the format of a file, or of a path that is a name beside files, such as a bundle's prefix.
+    """Returns the format of a file, or of a prefix of files.
+
+    A path such as a bundle's prefix is a name beside files.
 
     Raises:
       UnsupportedCheckpointError: two formats own it.
@@ -36,12 +41,14 @@ def owner_of_file(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
 
 
 def _stage(mark: Mark) -> int:
-    """Orders the marks of a path: its own, hints of its own, and hints beside it."""
+    """Orders the marks of a path: own, own hints, hints beside it."""
     return 0 if mark.weight == "own" else 1 if mark.beside is None else 2
 
 
 def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
-    """Returns the format to which a directory's own files belong, without hints.
+    """Returns the format that owns a directory by its files.
+
+    Hints do not count.
 
     Raises:
       UnsupportedCheckpointError: two formats own it.
@@ -70,7 +77,9 @@ def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | 
 
 
 def hinted_owner(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
-    """Returns the format to which a directory without marks and steps belongs by a hint.
+    """Returns the format of a directory by a hint.
+
+    The directory has neither marks nor steps.
 
     Raises:
       UnsupportedCheckpointError: two formats have a hint.
@@ -81,7 +90,7 @@ def hinted_owner(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
 
 
 def two_owners(found: Mapping[str, str], path: str) -> UnsupportedCheckpointError:
-    """Makes the error of a path with marks of several formats, by the name of each format."""
+    """Makes the error of a path with several formats' marks."""
     marks = ", and ".join(f"{name} by {mark}" for name, mark in found.items())
     return UnsupportedCheckpointError(
         f"{'two' if len(found) == 2 else len(found)} formats own this path: {marks}",
@@ -114,7 +123,10 @@ def _fits_path(mark: Mark, probe: PathProbe) -> bool:
 
 
 def _marked(row: Format, weight: str, probe: PathProbe) -> list[str]:
-    """Returns the names in a directory that have the first mark of this weight that fits, quoted."""
+    """Returns the names in a directory with a format's mark, quoted.
+
+    They are those of the first mark of this weight that fits.
+    """
     marks = (mark for mark in row.directory if mark.weight == weight)
     return next(([repr(name)] for mark in marks for name in _fitting(mark, probe)), [])
 
@@ -134,7 +146,7 @@ def _fitting(mark: Mark, probe: PathProbe) -> Iterator[str]:
 
 
 def _fits_bytes(mark: Mark, probe: PathProbe, directory: PathProbe | None) -> bool:
-    """Tests the first and last bytes of a file, and the path that the first bytes name."""
+    """Tests a file's first and last bytes, and the path they name."""
     if mark.head is not None:
         match = _bytes_pattern(mark.head).match(probe.head)
         if match is None:
@@ -145,7 +157,10 @@ def _fits_bytes(mark: Mark, probe: PathProbe, directory: PathProbe | None) -> bo
 
 
 def _is_there(directory: PathProbe, path: str) -> bool:
-    """Reports whether a path in a file names a file below its directory; an absolute one counts by its last name."""
+    """Tests if a file's path names a file below its directory.
+
+    An absolute path counts by its last name.
+    """
     parts = path.split("/")[-1:] if path.startswith("/") else path.split("/")
     return ".." not in parts and directory.inside("/".join(parts)).kind == "file"
 
@@ -157,13 +172,15 @@ def _names_of(mark: Mark, probe: PathProbe) -> list[str]:
 
 
 def _beside(template: str, name: str) -> str:
-    """Fills the name of a file into the template of a name beside it."""
     stem = os.path.splitext(name)[0]
     return template.replace("{name}", name).replace("{stem}", stem)
 
 
 def _named(pattern: str, names: frozenset[str]) -> list[str]:
-    """Lists the names that match a glob; names of many thousand arrays are compared in no time."""
+    """Lists the names that match a glob.
+
+    Names of many thousand arrays are compared in no time.
+    """
     kind, text = _plain_pattern(pattern)
     if kind == "name":
         return [text] if text in names else []
@@ -174,7 +191,10 @@ def _named(pattern: str, names: frozenset[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _plain_pattern(pattern: str) -> tuple[str, str]:
-    """Tells globs of one name and of one suffix from others, with that text."""
+    """Recognises globs of a single name or suffix.
+
+    Returns the name or the suffix, too.
+    """
     if not _SPECIAL & set(pattern):
         return "name", pattern
     is_suffix = pattern.startswith("*") and not _SPECIAL & set(pattern[1:])

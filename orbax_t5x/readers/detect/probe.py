@@ -1,4 +1,6 @@
-"""Probes a path as far as deciding its format needs: names and a few bytes, read once, without blocking.
+"""Probes a path for the decision of its format.
+
+Names and a few bytes are read once, without blocking.
 
 A `PathProbe` is plain data; the recognisers of the formats are functions of it, and reach the file system only through
 this module. The path itself is trusted. Names below it are probed through the root's resolver: a link
@@ -43,13 +45,19 @@ class PathProbe:
 
     @functools.cached_property
     def tail(self) -> bytes:
-        """The last bytes of a file; of a remote file they take a request."""
+        """The last bytes of a file.
+
+        Of a remote file they take a request.
+        """
         if self.local_tail is not None or self.kind != "file":
             return self.local_tail or b""
         return files_at(self.path).look(head=0, tail=_TAIL_BYTES).tail
 
     def inside(self, name: str) -> PathProbe:
-        """Probes a name in this directory once; of anything but a file, only the kind."""
+        """Probes a name in this directory once.
+
+        Of anything but a file, it probes only the kind.
+        """
         if name not in self._probed:
             files = files_at(self.path)
             self._probed[name] = _probe(files, files.join(name), name)
@@ -57,17 +65,23 @@ class PathProbe:
 
 
 def is_file(directory: str, name: str) -> bool:
-    """Reports whether a name in a directory is a regular file; see `Files.has_file`."""
+    """Tests if a name is a regular file, as `Files.has_file` does."""
     return files_at(directory).has_file(name)
 
 
 def subdirectories(directory: str) -> Subdirectories:
-    """Lists a directory; links in it are followed as far as they stay inside."""
+    """Lists a directory.
+
+    Links in it are followed as far as they stay inside.
+    """
     return files_at(directory).subdirectories()
 
 
 def probe_path(path: str) -> PathProbe:
-    """Probes a path; what the operating system or the store refuses to report is a CheckpointIOError."""
+    """Probes a path.
+
+    A refusal of the operating system or the store is a CheckpointIOError.
+    """
     files = files_at(path)
     return _probe(files, files.named, "")
 
@@ -78,17 +92,20 @@ def _probe(files: Files, path: str, name: str) -> PathProbe:
 
 
 def is_sstable(probe: PathProbe) -> bool:
-    """Reports whether a file ends as an SSTable does: the index of a bundle, or a TensorFlow 1 (V1) checkpoint."""
+    """Tests if a file ends as an SSTable does.
+
+    It is the index of a bundle, or a TensorFlow 1 (V1) checkpoint.
+    """
     return probe.kind == "file" and probe.tail.endswith(_SSTABLE_MAGIC)
 
 
 def is_bundle_state(probe: PathProbe) -> bool:
-    """Reports whether a file is the text in which TensorFlow names the newest bundle of a directory."""
+    """Tests if a file is TensorFlow's record of the newest bundle."""
     return probe.kind == "file" and b"model_checkpoint_path:" in probe.head
 
 
 def is_msgpack_map(probe: PathProbe) -> bool:
-    """Reports whether a file begins as a msgpack map with text keys does."""
+    """Tests if a file begins with a msgpack map of text keys."""
     if probe.kind != "file" or len(probe.head) < 2:
         return False
     first = probe.head[0]

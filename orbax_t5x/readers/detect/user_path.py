@@ -1,4 +1,4 @@
-"""Checks the path that a user gives, local or the URL of a store, and the item in it."""
+"""Checks a user's path or URL, and the item in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from orbax_t5x.text.masked import masked
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Returns the path as text, with `~` expanded in a local one; one on the Hugging Face hub is found there first."""
+    """Returns the path as text; finds paths on the hub.
+
+    `~` is expanded in a local path.
+    """
     if isinstance(path, (list, tuple)):
         message = (
             f"one path is opened at a time, and this is a {type(path).__name__} of {len(path)}; several sources are a "
@@ -31,7 +34,10 @@ def path_text(path: str | os.PathLike[str]) -> str:
 
 
 def check_item(item: object) -> None:
-    """Checks that `item=` is a name: in Orbax's older interface, it is the tree to restore into."""
+    """Checks that `item=` is a name.
+
+    In Orbax's older interface, it is the tree to restore into.
+    """
     if item is not None and not isinstance(item, str):
         message = (
             f"item= is the name of an item in an Orbax step, not a {type(item).__name__}; the tree to restore into is "

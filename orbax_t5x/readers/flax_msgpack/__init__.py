@@ -1,1 +1,4 @@
-"""Flax msgpack files: one strict decoder, for T5X's `checkpoint` files and early Orbax items too."""
+"""Flax msgpack files, decoded strictly.
+
+T5X's `checkpoint` files and early Orbax items are such files, too.
+"""

@@ -1,4 +1,7 @@
-"""Msgpack headers of a file, one after the other: the kind and the length of each value, never its bytes."""
+"""Msgpack headers of a file in order.
+
+They tell the kind and the length of each value; its bytes are never read.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ _LEAST_BYTES = {"array": 1, "map": 2}
 
 
 class Header(NamedTuple):
-    """One parsed header.
+    """A parsed header.
 
     Attributes:
       kind: "value" (a number, a bool or nil), "text", "bytes", "extension", "array" or "map".
@@ -57,7 +60,7 @@ class Header(NamedTuple):
 
 
 def _short_header(first: int) -> Header | None:
-    """Parses a header of one byte; None where more bytes belong to it, or where it is none."""
+    """Parses a one-byte header, or returns None."""
     if first <= 0x7F:
         return Header("value", 0, first)
     if first <= 0x8F:
@@ -85,7 +88,10 @@ class HeaderReader(WindowReader):
     """Reader of msgpack headers and short byte strings in file order."""
 
     def header(self) -> Header:
-        """Reads the next header, proven to leave room for the bytes that it announces."""
+        """Reads the next header.
+
+        The bytes that it announces are proven to fit.
+        """
         at = self._at
         if at < len(self._data):
             first, self._at = self._data[at], at + 1
@@ -111,7 +117,7 @@ class HeaderReader(WindowReader):
         return self._announced(Header(kind, size, code))
 
     def _announced(self, header: Header) -> Header:
-        """Returns a header whose announced bytes fit into the bytes that are left."""
+        """Returns a header after proving that its announced bytes fit."""
         kind, size, _ = header
         if size * _LEAST_BYTES.get(kind, 1) <= self.left:
             return header

@@ -1,4 +1,4 @@
-"""The leaves of a msgpack tree: its nodes by '/'-joined name, and a leaf for each.
+"""The nodes of a msgpack tree by name, and their leaves.
 
 An array is a byte range of the file. One that Flax cut into chunks, because msgpack has no values above 4 GiB, is
 several ranges read as one. Numbers are known from the walk; long texts stay in the file until they are read.
@@ -45,7 +45,9 @@ _BESIDE = b"//GDAPlaceholder:"
 def named_nodes(
     tree: Node, file: StoredFile, limits: Limits, is_leaf: Callable[[dict[str, Node]], bool] = lambda node: False
 ) -> Iterator[tuple[str, Node]]:
-    """Yields the leaves and empty nodes of a tree by name, in the order of the file; two of one name are an error.
+    """Yields the leaves and empty nodes of a tree by name.
+
+    They are in the order of the file; two of the same name are an error.
 
     `is_leaf` decides which maps are leaves, chunked arrays apart.
     """
@@ -93,12 +95,15 @@ def named_nodes(
 
 
 def is_empty(node: Node) -> bool:
-    """Reports whether a node is None or an empty container, so that it has no leaf."""
+    """Tests if a node is None or an empty container."""
     return node is None or (isinstance(node, (dict, list)) and not node)
 
 
 def msgpack_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
-    """Makes the leaf of a node that is not empty; a broken leaf where the node is invalid."""
+    """Makes the leaf of a node that is not empty.
+
+    An invalid node becomes a broken leaf.
+    """
     try:
         return _valid_leaf(name, node, file, limits)
     except CheckpointError as error:
@@ -137,7 +142,10 @@ def _msgpack_number(value: Any) -> np.ndarray:
 
 
 def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Limits) -> ByteRangeLeaf:
-    """Makes the leaf of an array in chunks, each flat: shape and chunks are maps by number."""
+    """Makes the leaf of an array stored in flat chunks.
+
+    Shape and chunks are maps by number.
+    """
     shape = _in_index_order(node.get("shape"), "shape")
     if not all(type(size) is int and size >= 0 for size in shape):
         raise CorruptCheckpointError(f"the shape of a chunked array is {shape}")
@@ -166,7 +174,7 @@ def _in_index_order(node: Node, what: str) -> list[Any]:
 
 
 class NumberLeaf(RangeLeaf):
-    """A number of the tree, a rank-0 array; it was read when the file was opened."""
+    """Rank-0 array of a number, read at opening."""
 
     __slots__ = ("_file", "_value")
 
@@ -183,7 +191,10 @@ class NumberLeaf(RangeLeaf):
 
 
 class TextLeaf(RangeLeaf):
-    """Text or bytes, a rank-0 array of dtype object whose element is `bytes`."""
+    """Rank-0 array of text or bytes.
+
+    Its dtype is object; its element is `bytes`.
+    """
 
     __slots__ = ("_file", "_size", "_start")
 

@@ -1,4 +1,6 @@
-"""Flax msgpack files: any state dict that `flax.serialization` wrote, Hugging Face's models among them.
+"""Flax msgpack files: state dicts of `flax.serialization`.
+
+Hugging Face's Flax models are among them.
 
 Opening walks over the headers of the files; the bytes of arrays are read by range when they are wanted. The format
 keeps no checksum.
@@ -43,7 +45,7 @@ class StateFile(NamedTuple):
 
 
 def open_state_file(files: Files, name: str, limits: Limits) -> StateFile:
-    """Walks over a msgpack file whose top is a map."""
+    """Walks over a msgpack file with a map on top."""
     file = files.file(name)
     file.load(_LOADED_BYTES)
     refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
@@ -54,7 +56,10 @@ def open_state_file(files: Files, name: str, limits: Limits) -> StateFile:
 
 
 def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a file, the index of several, a directory with Hugging Face's names for these, or the newest of a root."""
+    """Opens a file, an index, a model's directory or a root.
+
+    A directory has Hugging Face's names for files; of a root, the newest file is opened.
+    """
     given = files_at(os.fspath(path))
     path = given.named
     match = _STEP_NAME.fullmatch(os.path.basename(path))
@@ -81,7 +86,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
 
 
 def _open_model(path: str, directory: str, name: str, step: int | None, limits: Limits) -> Checkpoint:
-    """Opens a model's only file or its index, with the configuration beside it."""
+    """Opens a model's only file or its index, with its configuration."""
     files = files_at(directory)
     opened = _FlaxFiles(files, limits)
     if name.endswith(INDEX_SUFFIX):
@@ -93,7 +98,7 @@ def _open_model(path: str, directory: str, name: str, step: int | None, limits: 
 
 
 class _FlaxFiles(ModelFiles):
-    """Msgpack files of one model."""
+    """Msgpack files of a model."""
 
     format = "flax_msgpack"
     suffix = SUFFIX

@@ -1,4 +1,4 @@
-"""Texts by which early Orbax refers from a msgpack file to arrays beside it."""
+"""Texts in early Orbax's msgpack files that refer to arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PLACEHOLDER = b"PLACEHOLDER://"
 
 
 def is_early_item(tree: dict[str, Node]) -> bool:
-    """Reports whether a leaf of a msgpack tree refers to an array of Orbax."""
+    """Tests if a msgpack tree's leaf refers to an Orbax array."""
     stack: list[Node] = [tree]
     while stack:
         node = stack.pop()
@@ -22,7 +22,7 @@ def is_early_item(tree: dict[str, Node]) -> bool:
 
 
 def placeholder(node: Node) -> str | None:
-    """Returns the name of the array that a node refers to, or None."""
+    """Returns the name of a node's array, or None."""
     if isinstance(node, StoredText) and node.short is not None and node.short.startswith(_PLACEHOLDER):
         return node.short[len(_PLACEHOLDER) :].decode(errors="replace")
     return None

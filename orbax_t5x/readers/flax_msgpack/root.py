@@ -1,4 +1,6 @@
-"""Roots in which `flax.training.checkpoints` keeps one file for each step: `checkpoint_3`, or another prefix.
+"""Roots of `flax.training.checkpoints`, with a file per step.
+
+A file is called `checkpoint_3`, or has another prefix.
 
 Flax numbers steps by whole numbers or by others, such as a metric. It writes under the name `checkpoint_tmp` and
 renames, so that a file with a number is finished.
@@ -22,19 +24,22 @@ _NAME = re.compile(
 
 
 class StepFile(NamedTuple):
-    """File of one step: the number in its name, and the name."""
+    """File of a step: the number in its name, and the name."""
 
     number: Decimal
     name: str
 
     @property
     def step(self) -> int | None:
-        """The step; None where the number is not a whole one from 0 on."""
+        """The step, or None.
+
+        None: the number is not a whole number from 0 on.
+        """
         return int(self.number) if self.number >= 0 and self.number == self.number.to_integral_value() else None
 
 
 def step_files(probe: PathProbe) -> list[StepFile]:
-    """Lists the files of steps in a directory, oldest first; none where it holds no such files.
+    """Lists a directory's files of steps, oldest first.
 
     Files of the prefix `checkpoint_` are Flax's by their names, so that a damaged one is never passed over for an older
     one. Files of another prefix are where the newest of them begins as Flax's do.
@@ -55,7 +60,10 @@ def step_files(probe: PathProbe) -> list[StepFile]:
 
 
 def newest_file(probe: PathProbe) -> StepFile | None:
-    """Returns the file of the newest step, or None; a number that two files have is an error."""
+    """Returns the file of the newest step, or None.
+
+    A number that two files have is an error.
+    """
     files = step_files(probe)
     same = [file.name for file in files if file.number == files[-1].number]
     if len(same) > 1:
@@ -67,13 +75,13 @@ def newest_file(probe: PathProbe) -> StepFile | None:
 
 
 def has_step_files(probe: PathProbe, found: Subdirectories) -> bool:
-    """Reports whether a directory that has steps in its subdirectories has files of Flax's steps, too."""
+    """Tests if a root of step directories has Flax's step files, too."""
     newest = (files[-1].name for files in _by_prefix(probe, found).values())
     return any(is_msgpack_map(probe.inside(name)) for name in newest)
 
 
 def _by_prefix(probe: PathProbe, found: Subdirectories | None = None) -> dict[str, list[StepFile]]:
-    """Lists the files whose names end with numbers, oldest first."""
+    """Groups files with numbered names by prefix, oldest first."""
     names = probe.names if found is None else probe.names.difference(found.inside, found.outside)
     matches = [match for name in names if (match := _NAME.fullmatch(name))]
     directories = set(subdirectories(probe.path).inside) if matches and found is None else set()

@@ -1,4 +1,4 @@
-"""The tree of a Flax msgpack file, with the offsets of its arrays instead of their bytes.
+"""The tree of a Flax msgpack file, arrays as offsets.
 
 One walk over the headers, without recursion: nesting costs an entry of an explicit list and has a limit. A key is
 text and occurs once in its map. What Flax packs into extensions (arrays, NumPy scalars, complex numbers) becomes a
@@ -57,7 +57,7 @@ _DTYPES: dict[str, np.dtype] = {
 
 
 class StoredArray(NamedTuple):
-    """A row-major array whose bytes begin at `start` of the file."""
+    """Row-major array at `start` of the file."""
 
     start: int
     shape: tuple[int, ...]
@@ -70,7 +70,10 @@ class StoredArray(NamedTuple):
 
 
 class StoredText(NamedTuple):
-    """Text or bytes at `start` of the file; `short` holds them where they are few."""
+    """Text or bytes at `start` of the file.
+
+    `short` holds the value if it is small.
+    """
 
     start: int
     size: int
@@ -78,7 +81,10 @@ class StoredText(NamedTuple):
 
 
 class BrokenNode(NamedTuple):
-    """A leaf that is invalid; the error does not name it, for names are joined when they are known to be few."""
+    """Invalid leaf and its error.
+
+    The error does not name it: names are joined when they are known to be few.
+    """
 
     error: CheckpointError
 
@@ -94,7 +100,7 @@ def most_leaves(file_bytes: int) -> int:
 
 
 def too_many(what: str, most: int, file: StoredFile) -> LimitExceededError:
-    """Makes the error of a file with too many small values for its size."""
+    """Makes the error of too many small values for a file's size."""
     return LimitExceededError(
         f"more than {most} {what} in a file of {file.size} bytes: so many small values take far more memory than the "
         "file",
@@ -104,14 +110,17 @@ def too_many(what: str, most: int, file: StoredFile) -> LimitExceededError:
 
 
 def walk(file: StoredFile, limits: Limits) -> tuple[Node, int]:
-    """Walks over a whole file of msgpack with text keys; returns its tree, and the number of bytes read for it."""
+    """Walks over a msgpack file with text keys.
+
+    Returns its tree, and the number of bytes read for it.
+    """
     walker = _MessageWalker(file, limits)
     tree = walker.run()
     return tree, walker.reader.bytes_read
 
 
 class _OpenContainer(NamedTuple):
-    """A container whose entries are being read."""
+    """Container with entries still to be read."""
 
     node: dict[str, Node] | list[Node]
     size: int
@@ -176,7 +185,10 @@ class _MessageWalker:
         return key
 
     def _value(self, depth: int) -> Node | _OpenContainer:
-        """Reads the next value; of a container that is not empty, the container before its first entry."""
+        """Reads the next value.
+
+        Of a container that is not empty, it reads the header; its entries follow.
+        """
         self._values += 1
         if self._values > self._most_values:
             self._require_values(self._values)
@@ -255,7 +267,10 @@ class _MessageWalker:
         return complex(parts[0].value, parts[1].value)
 
     def _array(self) -> StoredArray:
-        """Parses shape, dtype and offset of an array: a packed (shape, dtype name, bytes)."""
+        """Parses an array's shape, dtype and offset.
+
+        The array is a packed (shape, dtype name, bytes).
+        """
         reader = self.reader
         self._expect("array", 3, "an array")
         rank = self._expect("array", None, "the shape of an array")

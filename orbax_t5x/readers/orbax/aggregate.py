@@ -1,4 +1,6 @@
-"""The msgpack file of an early Orbax item: its tree, with values that later Orbax stores in arrays of their own.
+"""The msgpack file of an early Orbax item.
+
+It is a tree, with values that later Orbax stores in arrays of their own.
 
 Early Orbax wrote small values, or all of them, into one file `checkpoint`; a text `PLACEHOLDER://name` refers to an
 array in the directory of that name. The first versions wrote no `_METADATA`, so that only this file names the leaves
@@ -27,10 +29,16 @@ _EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}
 
 
 class Aggregate:
-    """The msgpack file of one item, of which `index_bytes` were read; after `close`, its leaves cannot be read."""
+    """Opened msgpack file of an item.
+
+    `index_bytes` of it were read; after `close`, its leaves cannot be read.
+    """
 
     def __init__(self, root: Files, item: str, limits: Limits):
-        """Walks over the file of an item, a directory relative to the root ("": the root itself)."""
+        """Walks over the file of an item.
+
+        The item is a directory relative to the root ("": the root itself).
+        """
         name = f"{item}/{MSGPACK_FILE}" if item else MSGPACK_FILE
         opened = open_state_file(root, name, limits)
         self.index_bytes: int = opened.index_bytes

@@ -1,4 +1,6 @@
-"""The arrays of one Orbax item: each is opened, many at a time, and becomes a leaf, or a broken leaf with its error.
+"""The arrays of an Orbax item, opened many at a time.
+
+Each becomes a leaf, or a broken leaf with its error.
 
 Opening gives shape and dtype and reads some hundred bytes per array. Before TensorStore sees an array, the files that
 hold it (its own directory, or the database of the whole item) are proven plain and remembered, so that a later read
@@ -80,12 +82,15 @@ class ItemArrays:
 
     @property
     def array_metadata(self) -> str:
-        """The name of the metadata file of each array that has a directory of its own."""
+        """The name of the metadata file in an array's directory."""
         return "zarr.json" if self.metadata.use_zarr3 else ".zarray"
 
     @property
     def absent_is_fill(self) -> bool:
-        """True if a chunk may be absent. Zarr v2 arrays of Orbax have no fill value, so each chunk is stored."""
+        """True if a chunk may be absent.
+
+        Zarr v2 arrays of Orbax have no fill value, so each chunk is stored.
+        """
         return self.metadata.absent_is_fill and self.metadata.use_zarr3
 
     def open(
@@ -109,7 +114,7 @@ class ItemArrays:
                 yield self._finish(named, begun, flag, limits)
 
     def _fetched(self, values: Values, context: ts.Context, limits: Limits, key: str, leaf: str) -> FetchedArray:
-        """Opens an array whose chunks are fetched by us."""
+        """Opens an array with chunks fetched by us."""
         zarr3, absent_is_fill = self.metadata.use_zarr3, self.absent_is_fill
         return FetchedArray(
             values, key, zarr3=zarr3, absent_is_fill=absent_is_fill, context=context, leaf=leaf, limits=limits
@@ -148,7 +153,7 @@ class ItemArrays:
             return self._typed(error, named)
 
     def _begin_opening(self, spec: dict[str, Any], context: ts.Context) -> ts.Future[ts.TensorStore]:
-        """Begins to open an array; from metadata that are known, if they are."""
+        """Begins to open an array, from its metadata if they are known."""
         known = self.root.known_metadata(spec["kvstore"])
         if known is None:
             return ts.open(spec, open=True, read=True, context=context)
@@ -173,7 +178,7 @@ class ItemArrays:
             ) from None
 
     def _finish(self, named: NamedNode, begun: _OpeningArray | CheckpointError, flag: OpenFlag, limits: Limits) -> Leaf:
-        """Returns the leaf of an array that is open, or the broken leaf of one that cannot be."""
+        """Returns the leaf of an opened array, broken if it failed."""
         if isinstance(begun, CheckpointError):
             return BrokenLeaf(named.name, begun)
         files, opening = begun

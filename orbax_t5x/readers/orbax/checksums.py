@@ -1,4 +1,6 @@
-"""`_CHECKSUMS.json`: the checksums of an item's arrays, in a file that Orbax does not read.
+"""`_CHECKSUMS.json`: the checksums of an item's arrays.
+
+Orbax does not read this file.
 
 It is written by this package's saves. One JSON object: `version` (1), `leaves`, and `crc32c`, the checksum of `leaves`
 as compact JSON with sorted keys. `leaves` maps the key under which Orbax stores a leaf to its `shape`, its `dtype`,
@@ -47,14 +49,14 @@ MAX_TILING_STEPS = 20_000_000
 
 
 class ItemSums:
-    """The checksums of one item, or the error that makes them unusable."""
+    """The checksums of an item, or why they are unusable."""
 
     def __init__(self, leaves: Mapping[str, BoxSums], error: CheckpointError | None = None):
         self._leaves = leaves
         self._error = error
 
     def of(self, param: str) -> BoxSums | CheckpointError | None:
-        """Returns the checksums of a leaf, by the key under which it is stored; None where there are none."""
+        """Returns a leaf's checksums by its stored key, or None."""
         return self._error or self._leaves.get(param)
 
 
@@ -62,7 +64,9 @@ NO_SUMS = ItemSums({})
 
 
 def read_item_sums(root: Files, name: str, params: Sequence[str], limits: Limits) -> ItemSums:
-    """Reads the checksums of an item, for leaves stored under the keys `params`.
+    """Reads the checksums of an item.
+
+    `params` are the keys under which its leaves are stored.
 
     A file that cannot be used makes verifying an error, not opening: the data may be sound.
     """
@@ -110,7 +114,7 @@ def read_checksums(root: Files, name: str, limits: Limits) -> dict[str, BoxSums]
 
 
 def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = True) -> dict[str, BoxSums]:
-    """Parses a whole file of checksums by the key under which a leaf is stored.
+    """Parses a file of checksums by the leaves' stored keys.
 
     Without `complete` it is what one process of a save wrote, whose boxes need not tile an array.
     """
@@ -134,7 +138,10 @@ def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = 
 
 
 class _LeafParser:
-    """Parser of the entries of one file, within one bound on the work of comparing boxes."""
+    """Parser of a file's entries.
+
+    All comparisons of boxes share a bound on work.
+    """
 
     def __init__(self, path: str, limits: Limits, complete: bool):
         self._path = path

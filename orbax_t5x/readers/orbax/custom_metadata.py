@@ -1,4 +1,4 @@
-"""Reads the `custom_metadata` of an Orbax item, without the names of its leaves."""
+"""Reads an Orbax item's `custom_metadata` without leaf names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _END_BYTES = 64 << 10
 
 
 def read_custom_metadata(directory: str) -> dict[str, Any]:
-    """Reads an item's metadata from the end of its file, or all of it where that is not enough.
+    """Reads an item's metadata from the end of its file.
+
+    If that is not enough, it reads the whole file.
 
     What is before `custom_metadata` may be missing then.
     """

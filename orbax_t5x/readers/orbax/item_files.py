@@ -1,4 +1,6 @@
-"""Finds the files of an Orbax item beside its list of names: strings, checksums, metadata of arrays, a database.
+"""Finds the files of an Orbax item beside its list of names.
+
+They are strings, checksums, metadata of arrays, a database.
 
 A local item is listed, and what TensorStore will open is proven to be plain files inside the root. Of a remote one
 the files that Orbax may have written are statted: web servers list nothing, and a list of a bucket names every chunk.
@@ -23,7 +25,7 @@ _METADATA_FILES_AT_ONCE = 16
 
 
 class ItemFiles(NamedTuple):
-    """The files of an item: whether it has those that Orbax names, and what its subdirectories are."""
+    """Files and subdirectories of an item."""
 
     manifest: bool
     strings: bool
@@ -34,7 +36,10 @@ class ItemFiles(NamedTuple):
 
 
 def find_item_files(store: Files, item: str, directory: str) -> ItemFiles:
-    """Finds the files of an item, a directory relative to the store ("": its root)."""
+    """Finds the files of an item.
+
+    It is a directory relative to the store ("": its root).
+    """
     return _find_remote(store, item) if store.is_remote else _find_local(store, item, directory)
 
 
@@ -56,7 +61,10 @@ def _find_local(store: Files, item: str, directory: str) -> ItemFiles:
 
 
 def stat_ahead(directory: str, beside: str) -> None:
-    """Stats the files of a remote item in one batch with a file beside its directory; does nothing for a local item."""
+    """Stats an item's files and a file beside it in a batch.
+
+    It does nothing for a local item.
+    """
     files_at(directory).stat_ahead(_first_names(), beside=[beside])
 
 
@@ -82,6 +90,9 @@ def _metadata_names(first: int) -> list[str]:
 
 
 def database_files(store: Files, item: str, found: ItemFiles) -> Snapshot:
-    """Returns the files of an item's database, proven plain where they are local."""
+    """Returns the files of an item's database.
+
+    Local files are proven plain.
+    """
     store.require_plain(item)
     return store.snapshot([inside(item, name) for name in found.database], inside(item, MANIFEST_FILE))

@@ -1,4 +1,6 @@
-"""Keys of a tree in '/'-joined names, and the keys under which Orbax stores arrays.
+"""Keys of Orbax's trees and of its stored arrays.
+
+A tree's keys become '/'-joined names.
 
 Orbax distinguishes leaves by the tuple of their keys, and stores each under its keys joined by dots. Here a leaf has a
 '/'-joined name. Reading items and checking saves use the same functions, so that what is saved can be opened.
@@ -11,7 +13,7 @@ ARRAY_METADATAS = "array_metadatas"
 
 
 def fault_of_key(key: str) -> str | None:
-    """Describes the fault of a key that no name can hold ("is empty"); None for any other."""
+    """Describes a key's fault ("is empty"), or returns None."""
     if not key:
         return "is empty: no name of a leaf has a part for it"
     if "\0" in key:
@@ -20,12 +22,14 @@ def fault_of_key(key: str) -> str | None:
 
 
 def key_leads_out(key: str) -> bool:
-    """Reports whether a key, taken for a path, leads out of the directory that it is joined to."""
+    """Tests if a key, as a path, leads out of its directory."""
     return key.startswith("/") or ".." in key.split("/")
 
 
 def array_key(param: str) -> str:
-    """Returns the directory, or the prefix in a database, of the array stored under a key: that of `a/` is that of `a`.
+    """Returns an array's directory or database prefix for a key.
+
+    That of `a/` is that of `a`.
 
     Two arrays of one place are written over each other.
     """

@@ -1,4 +1,6 @@
-"""Metadata of an Orbax item, by a strict schema: `_METADATA`, `array_metadatas/*` and `_strings.json`.
+"""Metadata of an Orbax item, by a strict schema.
+
+`_METADATA`, `array_metadatas/*` and `_strings.json`.
 
 Only names, kinds of values and a few flags are taken from these files. Shapes are not: `write_shape` is what one
 process wrote, not the array, so shapes come from opening the arrays. No class is looked up by the names of types and
@@ -34,7 +36,7 @@ _PLACEHOLDER = "placeholder"
 
 
 class NodeMetadata(NamedTuple):
-    """One leaf of the tree that was saved, or one node without leaves.
+    """A saved leaf, or a node without leaves.
 
     Attributes:
       name: '/'-joined, sequence indices as text.
@@ -50,12 +52,15 @@ class NodeMetadata(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True for None, an empty container or `...`, for which nothing is stored."""
+        """True for None, an empty container or `...`.
+
+        Nothing is stored for them.
+        """
         return self.value_type == _PLACEHOLDER or (self.skipped and self.value_type in _EMPTY)
 
     @property
     def empty_value(self) -> Any:
-        """The value of an empty node: None, a new empty container, or `...`."""
+        """The empty node: None, a new empty container, or `...`."""
         if self.value_type == _PLACEHOLDER:
             return ...
         kind = _EMPTY[self.value_type]
@@ -83,7 +88,9 @@ class ItemMetadata:
 
 
 def read_item_metadata(root: Files, item: str, limits: Limits) -> ItemMetadata:
-    """Reads and checks `_METADATA` of an item, a directory relative to the root ("": the root itself).
+    """Reads and checks `_METADATA` of an item.
+
+    The item is a directory relative to the root ("": the root itself).
 
     Errors name the file, and the leaf where one has a name that has no place here.
     """
@@ -124,7 +131,10 @@ def _flag(parsed: Mapping[str, Any], key: str, default: bool | None, path: str) 
 
 
 def _parse_node(text: str, entry: Any, path: str, limits: Limits, known: _Keys) -> tuple[tuple[str, ...], NodeMetadata]:
-    """Parses the key path and the node of one entry of `tree_metadata`; `known` are the keys of entries before it."""
+    """Parses an entry of `tree_metadata`: its key path and node.
+
+    `known` are the keys of the entries before it.
+    """
     shown = text[:200]
     if not isinstance(entry, dict):
         raise CorruptCheckpointError(f"the entry {shown!r} is not an object", path=path)
@@ -145,7 +155,10 @@ def _parse_node(text: str, entry: Any, path: str, limits: Limits, known: _Keys) 
 
 
 def _sequences(entries: Iterable[Any]) -> frozenset[str]:
-    """Returns the containers all of whose keys are indices; the entries have been checked."""
+    """Returns the containers with only indices as keys.
+
+    The entries have been checked.
+    """
     kinds: dict[str, set[int]] = {}
     for entry in entries:
         container = ""
@@ -163,7 +176,9 @@ def _typed(entry: Mapping[str, Any], key: str, kind: type, shown: str, path: str
 
 
 class _Keys:
-    """Keys of one file, each checked once: of very many entries few keys differ.
+    """Keys of a file, each checked once.
+
+    Very many entries have few different keys.
 
     Attributes:
       checked: the keys, and the kinds of their containers.
@@ -176,7 +191,7 @@ class _Keys:
         self.faults: dict[str, str] = {}
 
     def parse(self, entry: Any, shown: str) -> str:
-        """Parses one element of `key_metadata`."""
+        """Parses an element of `key_metadata`."""
         key, kind = (entry.get("key"), entry.get("key_type")) if type(entry) is dict else (None, None)
         if type(key) is not str or type(kind) is not int or kind not in (_SEQUENCE, _DICT):
             message = f"{shown!r} holds {str(entry)[:200]!r}, which is not a key"
@@ -199,7 +214,10 @@ class _Keys:
 
 
 def _is_text(key: str) -> bool:
-    """Reports whether a key from JSON, where escapes may make lone surrogates, has a UTF-8 form."""
+    """Tests if a JSON key has a UTF-8 form.
+
+    Escapes may make lone surrogates.
+    """
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -238,7 +256,10 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
 
 
 def read_prng_impls(root: Files, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
-    """Reads the implementation of each typed PRNG key, by the key under which its data is stored."""
+    """Reads the implementations of typed PRNG keys.
+
+    They are by the key under which a PRNG key's data is stored.
+    """
     impls: dict[str, str] = {}
     root.read_ahead([inside(item, f"{ARRAY_METADATAS}/{name}") for name in names], limit=limits.index_bytes)
     for name in sorted(names):
@@ -265,7 +286,9 @@ def read_prng_impls(root: Files, item: str, names: Sequence[str], limits: Limits
 
 
 def read_strings(root: Files, item: str, params: Sequence[str], limits: Limits) -> dict[str, bytes]:
-    """Reads the strings of an item by the key under which they are stored, as UTF-8; without missing ones.
+    """Reads the strings of an item by stored key, as UTF-8.
+
+    Missing strings are left out.
 
     Orbax takes each key for a JSON pointer: `a/b` is `b` in the object `a`.
     """

@@ -1,4 +1,6 @@
-"""Checkpoints that Orbax wrote, T5X's among them: roots, steps and items become leaves that TensorStore reads.
+"""Checkpoints that Orbax wrote, T5X's among them.
+
+Roots, steps and items become leaves that TensorStore reads.
 
 An item's `_METADATA` names the leaves; every array is opened (for its shape and dtype, some hundred bytes each) with a
 spec of our own and nothing else is read. A step's items are its subdirectories with that file. The files' contents
@@ -80,7 +82,10 @@ _logger = logging.getLogger(__name__)
 
 
 def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
-    """Opens a local root (its newest step), a step or an item; the leaves of a given `item` have no prefix."""
+    """Opens a root (its newest step), a step or an item.
+
+    The leaves of a given `item` have no prefix.
+    """
     directory = files_at(os.fspath(path)).path
     if is_temporary(directory):
         raise CheckpointNotFoundError(
@@ -102,7 +107,10 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
 
 
 def _is_early_item(directory: str) -> bool:
-    """Reports whether a directory is an item of the first Orbax versions, whose names are only in a msgpack file."""
+    """Tests if a directory is an item of the first Orbax versions.
+
+    Their names are only in a msgpack file.
+    """
     return not is_item(directory) and is_msgpack_map(PathProbe(directory, "directory").inside(MSGPACK_FILE))
 
 
@@ -122,7 +130,7 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
 
 
 def _open_step(root: Files, limits: Limits, item: str | None) -> Checkpoint:
-    """Opens the items of a step, or one of them."""
+    """Opens the items of a step, or a single item."""
     opened = _OrbaxOpening(root, limits)
     if item is not None and root.is_remote and is_name(item) and is_item(root.join(item)):
         return opened.checkpoint({item: ""}, step=step_of_name(os.path.basename(root.path)), items=[item])
@@ -168,7 +176,7 @@ def _being_deleted(directory: str) -> CheckpointNotFoundError:
 
 
 def _lost(root: Files, item: str, names: list[str]) -> CheckpointError:
-    """Makes the error of an item that a step's metadata name and that cannot be opened."""
+    """Makes the error of a recorded item that cannot be opened."""
     path = root.join(item)
     if item in subdirectories(root.path).outside:
         return UnsafeCheckpointError(LEADS_OUT, path=path)
@@ -182,7 +190,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _no_items(root: Files, step_metadata: Mapping[str, Any]) -> CheckpointError:
-    """Makes the error of a directory with a step's metadata that has nothing to read."""
+    """Makes the error of a step without anything to read."""
     inside, outside = subdirectories(root.path)
     if outside:
         return UnsafeCheckpointError(LEADS_OUT, path=root.join(min(outside)))
@@ -201,7 +209,10 @@ def _no_items(root: Files, step_metadata: Mapping[str, Any]) -> CheckpointError:
 
 
 def read_step_metadata(root: Files, limits: Limits) -> dict[str, Any]:
-    """Reads `_CHECKPOINT_METADATA`, {} where there is none. Handlers named there are never imported."""
+    """Reads `_CHECKPOINT_METADATA`, or returns {}.
+
+    The handlers named there are never imported.
+    """
     try:
         data = root.read_whole(STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
     except CheckpointNotFoundError:
@@ -210,7 +221,7 @@ def read_step_metadata(root: Files, limits: Limits) -> dict[str, Any]:
 
 
 class _OrbaxOpening:
-    """One checkpoint while it is being opened."""
+    """A checkpoint during its opening."""
 
     def __init__(self, root: Files, limits: Limits):
         self._root = root
@@ -232,7 +243,10 @@ class _OrbaxOpening:
     def checkpoint(
         self, prefixes: Mapping[str, str], *, step: int | None, items: list[str] | None = None
     ) -> Checkpoint:
-        """Opens items; `prefixes` begin the names of leaves, by the item's directory, and `items` are all."""
+        """Opens items.
+
+        `prefixes` begin the names of leaves, by the item's directory, and `items` are all.
+        """
         described = {}
         for item, prefix in prefixes.items():
             described[item] = self._add_item(item, prefix)
@@ -258,7 +272,10 @@ class _OrbaxOpening:
         )
 
     def _add_item(self, item: str, prefix: str) -> dict[str, Any]:
-        """Adds the leaves of one item; returns its description for `Checkpoint.metadata`."""
+        """Adds an item's leaves.
+
+        Returns its description for `Checkpoint.metadata`.
+        """
         if _is_early_item(self._root.join(item)):
             metadata = self._aggregate(item).metadata()
         else:
@@ -318,7 +335,7 @@ class _OrbaxOpening:
         return read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params, self._limits)
 
     def _aggregate(self, item: str) -> Aggregate:
-        """Opens the msgpack file of an item that an early Orbax wrote, once."""
+        """Opens an early Orbax item's msgpack file once."""
         if item not in self._aggregates:
             aggregate = self._aggregates[item] = Aggregate(self._root, item, self._limits)
             self._closers.append(aggregate.close)
@@ -326,7 +343,7 @@ class _OrbaxOpening:
         return self._aggregates[item]
 
     def _add_aggregated(self, item: str, named: NamedNode) -> None:
-        """Adds a leaf whose value is in the msgpack file."""
+        """Adds a leaf with its value in the msgpack file."""
         try:
             self._leaves[named.name] = self._aggregate(item).leaf(named.node, named.name)
         except CheckpointNotFoundError:
@@ -348,7 +365,9 @@ class _OrbaxOpening:
         self._leaves[named.name] = StringLeaf(named.name, directory, value, self._flag, own)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
-        """Adds the arrays without elements that our handler left out, by its record: Orbax stores none.
+        """Adds the arrays without elements that our handler recorded.
+
+        Orbax stores no such arrays.
 
         Text, dates, PRNG keys and whatever else is no array of numbers stay out, as leaves with elements do.
         """
@@ -379,7 +398,10 @@ def _open_inside(files: Files, item: str, name: str) -> StoredFile:
 
 
 def _local_values(directory: str, limits: Limits, open_file: Callable[[str], StoredFile]) -> OcdbtValues | None:
-    """Returns the values of a local database, or None if only TensorStore reads it."""
+    """Returns the values of a local database, or None.
+
+    None: only TensorStore reads it.
+    """
     try:
         return OcdbtValues(LocalValues(directory, open_file), limits, open_file)
     except (UnsupportedCheckpointError, LimitExceededError):
@@ -387,7 +409,10 @@ def _local_values(directory: str, limits: Limits, open_file: Callable[[str], Sto
 
 
 def _recorded_dtype(name: str) -> np.dtype | None:
-    """Parses a dtype that a save has recorded (object for text, dates, …); None where none records the name."""
+    """Parses a dtype that a save has recorded.
+
+    Object for text, dates, …; None if no record names it.
+    """
     if name.startswith(("key<", "[(", "{'names': ")):
         return _NO_NUMBERS
     try:

@@ -1,4 +1,6 @@
-"""Finds the steps of a root and the items of a step, by names and one list or stat inside each.
+"""Finds the steps of a root and the items of a step.
+
+By names, and a list or stat inside each.
 
 A finished step is a directory whose name is a number, perhaps padded and perhaps after a prefix and `_`, and that holds
 the metadata of at least one item; step 0 is one. A rename makes a local step visible, so a temporary suffix, or a name
@@ -55,31 +57,40 @@ TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 
 
 class Step(NamedTuple):
-    """A finished step: its number, and the name of its directory in the root."""
+    """A finished step: its number and its directory's name.
+
+    The directory is in the root.
+    """
 
     step: int
     name: str
 
 
 def step_of_name(name: str) -> int | None:
-    """Parses the step in a directory's name, None for no step: `3`, `00000003`, `checkpoint_3`."""
+    """Parses the step in a directory's name, or returns None.
+
+    Names are `3`, `00000003`, `checkpoint_3`.
+    """
     match = _STEP_NAME.fullmatch(name)
     return int(match["step"]) if match and TEMPORARY_MARK not in name else None
 
 
 def is_temporary(directory: str) -> bool:
-    """Reports whether a directory or its parent has the name of an unfinished save."""
+    """Tests if a directory or its parent is an unfinished save."""
     parent, name = os.path.split(directory)
     return TEMPORARY_MARK in name or TEMPORARY_MARK in os.path.basename(parent)
 
 
 def is_item(directory: str) -> bool:
-    """Reports whether a directory holds the metadata of one saved tree."""
+    """Tests if a directory holds the metadata of a saved tree."""
     return is_file(directory, METADATA_FILE)
 
 
 def item_names(directory: str) -> list[str]:
-    """Lists the subdirectories of a step that hold arrays, sorted; links that lead out of the step are none."""
+    """Lists the subdirectories of a step that hold arrays, sorted.
+
+    Links that lead out of the step are left out.
+    """
     files = files_at(directory)
     names = list(recorded_items(directory)) if files.is_remote else []
     if not names:
@@ -95,7 +106,10 @@ def item_names(directory: str) -> list[str]:
 
 
 def recorded_items(directory: str) -> dict[str, Any]:
-    """Reads the items that a step's metadata name, with the recorded names of their handlers; none without metadata."""
+    """Reads a step's items and the names of their handlers.
+
+    Empty without metadata.
+    """
     store = files_at(directory)
     if not store.has_file(STEP_METADATA_FILE):
         return {}
@@ -104,13 +118,18 @@ def recorded_items(directory: str) -> dict[str, Any]:
 
 
 def items_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the items in the metadata of a step, without names that lead out of it; see `recorded_items`."""
+    """Returns the items in the metadata of a step.
+
+    Names that lead out of it are left out; see `recorded_items`.
+    """
     handlers = metadata.get("item_handlers")
     return {name: handlers[name] for name in handlers if is_name(name)} if isinstance(handlers, dict) else {}
 
 
 def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[str]) -> list[str]:
-    """Returns the items with arrays that a step's metadata name and that are missing, or have no list of names.
+    """Lists recorded items that are missing or unreadable.
+
+    They have arrays by the step's metadata, and no list of names.
 
     Orbax's metadata name what was saved in that step, and when Orbax deletes an item, it takes the name out. `found`
     are the items that have a list of names.
@@ -127,7 +146,9 @@ def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[st
 
 
 def is_step_directory(directory: str, found: Subdirectories | None = None) -> bool:
-    """Reports whether a directory is one step, by Orbax's marker or by its items.
+    """Tests if a directory is a step.
+
+    Orbax's marker or the items tell.
 
     Without the marker (early Orbax), a directory with finished steps in it is a root, whatever else is in it. Where
     its own name is that of a step too, an item that has such a name is an item, unless it was saved by itself and the
@@ -152,7 +173,7 @@ def is_step_directory(directory: str, found: Subdirectories | None = None) -> bo
 
 
 def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
-    """Reports whether the items of what looks like a step were each saved by itself, and side by side by chance.
+    """Tests if items were saved separately, side by side by chance.
 
     A step has Orbax's metadata or the name of one; a tree that was saved by itself has that metadata beside its own.
     """
@@ -162,7 +183,7 @@ def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
 
 
 def deleted_item(directory: str) -> str | None:
-    """Reads which item of a step Orbax v1 began to delete and did not finish; None where there is none."""
+    """Reads the name of Orbax v1's half-deleted item, or None."""
     if not is_file(directory, _DELETION_FILE):
         return None
     root = files_at(directory)
@@ -175,7 +196,7 @@ def deleted_item(directory: str) -> str | None:
 
 
 def is_step(directory: str) -> bool:
-    """Reports whether a directory with the name of a step is finished, as far as its own files show."""
+    """Tests if a step's directory is finished, by its own files."""
     if files_at(directory).is_remote:
         return _is_remote_step(directory)
     try:
@@ -199,7 +220,10 @@ def _is_bundle_directory(directory: str) -> bool:
 
 
 def _deleted_item_if_known(directory: str) -> str | None:
-    """Returns `deleted_item`, or None where the record cannot be read: opening the step reports that."""
+    """Returns `deleted_item`, or None.
+
+    None also if the record cannot be read: opening the step reports that.
+    """
     try:
         return deleted_item(directory)
     except CheckpointError:
@@ -207,7 +231,9 @@ def _deleted_item_if_known(directory: str) -> str | None:
 
 
 def _was_begun_by_orbax(directory: str) -> bool:
-    """Reports whether a step's metadata have the time of its beginning, which Orbax writes first.
+    """Tests if a step's metadata have the time of its beginning.
+
+    Orbax writes it first.
 
     People make steps of items that were saved one by one, too.
     """
@@ -235,7 +261,9 @@ def _is_remote_step(directory: str) -> bool:
 
 
 def newest_first(root: str, found: Subdirectories | None = None) -> Iterator[Step]:
-    """Yields the finished steps of a root, newest first; an older step costs nothing until it is asked for.
+    """Yields the finished steps of a root, newest first.
+
+    An older step costs nothing until it is asked for.
 
     A link that leads out of the root and has the name of a step is yielded unseen: opening it raises an error, instead
     of an older step being opened for it.
@@ -282,12 +310,17 @@ def steps_named(names: Iterable[str]) -> list[Step]:
 
 
 def is_t5x_step(directory: str) -> bool:
-    """Reports whether a finished step looks like T5X's own: a file of its name, and no metadata of Orbax."""
+    """Tests if a finished step looks like T5X's own.
+
+    It has a file of T5X's name, and no metadata of Orbax.
+    """
     return is_file(directory, MSGPACK_FILE) and not is_item(directory) and not is_file(directory, STEP_METADATA_FILE)
 
 
 def newest_directory(root: str, steps: Iterator[Step], found: Subdirectories | None = None) -> str | None:
-    """Returns the directory of the first of some finished steps, which are given newest first.
+    """Returns the directory of the newest step.
+
+    The steps are finished, and given newest first.
 
     Raises:
       UnsupportedCheckpointError: two directories are that step.

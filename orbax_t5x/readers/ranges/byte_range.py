@@ -1,4 +1,4 @@
-"""One row-major array in a byte range of a file, read by index box.
+"""A row-major array in a file's byte range, read by box.
 
 Two ways in. Boxes that are each one byte range are read straight into their buffers. Boxes that are not (column shards)
 go through a small staging buffer per thread: a window of the array is read once, summed while it is in the cache, and
@@ -40,7 +40,10 @@ _thread = threading.local()
 
 
 def _staging() -> np.ndarray:
-    """Returns this thread's staging buffer; a fresh one would cost a page fault per 4 KiB of every window."""
+    """Returns this thread's staging buffer.
+
+    A fresh buffer would cost a page fault per 4 KiB of every window.
+    """
     buffer = getattr(_thread, "buffer", None)
     if buffer is None or buffer.size < WINDOW_BYTES:
         buffer = _thread.buffer = np.zeros(WINDOW_BYTES, np.uint8)
@@ -48,7 +51,10 @@ def _staging() -> np.ndarray:
 
 
 class ReadOutcome(NamedTuple):
-    """Result of a read: checksums of the byte ranges read (relative to the array), and bytes wanted and read over."""
+    """Result of a read: checksums, bytes wanted and bytes read over.
+
+    The checksums are of byte ranges relative to the array.
+    """
 
     ranges: list[ChecksummedRange]
     wanted: int
@@ -64,7 +70,10 @@ class _Span(NamedTuple):
 
 
 class _ReadChecksums:
-    """Checksums of consecutive reads; with `join`, one range while one read follows the other."""
+    """Checksums of consecutive reads.
+
+    With `join`, they are a single range while each read follows the other.
+    """
 
     def __init__(self, kind: Crc, wanted: bool, *, join: bool = True):
         self._kind = kind
@@ -92,7 +101,10 @@ class _ReadChecksums:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredRange(abc.ABC):
-    """An array at `offset` of a file, in an encoding of its own; readers have compared its size with the file's."""
+    """Array at `offset` of a file, in an encoding of its own.
+
+    Readers have compared its size with the file's.
+    """
 
     file: StoredBytes
     offset: int
@@ -117,7 +129,10 @@ class StoredRange(abc.ABC):
         """Reads byte ranges of it only for their checksums; blocks."""
 
     def as_in_memory(self, box: Box) -> tuple[int, int] | None:
-        """Returns the byte range of it that holds a box just as memory would; None where there is none."""
+        """Returns the contiguous byte range of a box, or None.
+
+        None also if the stored bytes differ from those in memory.
+        """
         return None
 
 
@@ -176,7 +191,10 @@ class ByteRange(StoredRange):
     def sum(
         self, ranges: Iterable[tuple[int, int]], *, leaf: str, sink: Callable[[int, np.ndarray], None] | None = None
     ) -> ReadOutcome:
-        """Implements `StoredRange.sum`; `sink` is called with the bytes of each window, and the first one's number."""
+        """Implements `StoredRange.sum`.
+
+        `sink` is called with the bytes of each window, and the number of the first byte.
+        """
         checksums = _ReadChecksums(self.kind, True)
         size = 0
         buffer = _staging()
@@ -260,7 +278,10 @@ class ByteRange(StoredRange):
 
 
 class _Batch(NamedTuple):
-    """One read of `size` bytes from byte `start` on: buffers to fill, and the wanted ones with their first bytes."""
+    """A read of `size` bytes from byte `start` on.
+
+    It has buffers to fill, and the wanted buffers with their first bytes.
+    """
 
     start: int
     size: int
@@ -269,7 +290,7 @@ class _Batch(NamedTuple):
 
 
 def _disjoint(spans: list[_Span]) -> bool:
-    """Sorts spans into file order; returns True if no two of them share a byte."""
+    """Sorts spans into file order; tests if they share no byte."""
     stop = 0
     for span in spans:
         if span.start < stop:
@@ -282,7 +303,10 @@ def _disjoint(spans: list[_Span]) -> bool:
 
 
 def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
-    """Yields reads of a window each; gaps that are read over fill a scrap buffer."""
+    """Yields reads of a window each.
+
+    Gaps that are read over fill a scrap buffer.
+    """
     buffers: list[np.ndarray] = []
     wanted: list[tuple[int, np.ndarray]] = []
     first, at = 0, -MAX_GAP_BYTES  # of the batch: its first byte, the byte behind it
@@ -309,7 +333,9 @@ def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
 
 
 def count_reads(shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box], *, is_summed: bool) -> tuple[int, int]:
-    """Counts the reads of a file, and their bytes, that reading boxes of a `ByteRange` together takes.
+    """Counts the reads, and their bytes, of reading boxes together.
+
+    The boxes are of a `ByteRange`.
 
     `is_summed` is True where checksums of what is read are computed.
     """
@@ -326,7 +352,7 @@ def count_reads(shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box], *
 
 
 def _are_byte_ranges(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> bool:
-    """Tests whether each box is one byte range, and no two of them share a byte."""
+    """Tests if boxes are byte ranges that share no byte."""
     strides = byte_strides(shape, itemsize)
     spans: list[tuple[int, int]] = []
     for box in boxes:

@@ -1,4 +1,6 @@
-"""Index boxes of a row-major array -> byte runs -> windows: pure geometry on integers, no bytes.
+"""Index boxes of a row-major array as byte runs and windows.
+
+Pure geometry on integers, no bytes.
 
 The bound: nothing is listed per row where rows repeat. A `Run` is a whole lattice of equal byte ranges, so the
 columns of a matrix of any height are one run. Runs closer than `max_gap` become one, which is the only place where
@@ -19,7 +21,10 @@ from orbax_t5x.lazy.box import Box, box_size
 
 
 class Run(NamedTuple):
-    """`times` byte ranges of `length` bytes, the first at `start`, one every `stride` bytes."""
+    """Byte ranges of equal length at equal distances.
+
+    `times` ranges of `length` bytes, the first at `start`, the next each `stride` bytes further.
+    """
 
     start: int
     length: int
@@ -34,7 +39,7 @@ class Run(NamedTuple):
 
 
 def byte_strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    """Returns the bytes from one index to the next, for each dimension of a row-major array."""
+    """Returns a row-major array's strides in bytes."""
     strides: list[int] = []
     stride = itemsize
     for size in reversed(shape):
@@ -47,7 +52,9 @@ def byte_strides(shape: Sequence[int], itemsize: int) -> list[int]:
 def locate_box(
     box: Box, extents: Sequence[int], shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[int, bool] | None:
-    """Returns the first byte of a box of a row-major array, and whether the box is one byte range.
+    """Returns a box's first byte, and if it is one byte range.
+
+    The array is row-major.
 
     None where the box is not of these extents, or not inside the array.
     """
@@ -68,7 +75,9 @@ def locate_box(
 
 
 def union_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Box], max_gap: int) -> tuple[list[Run], int]:
-    """Returns the byte ranges that hold all the boxes, in file order, those less than `max_gap` bytes apart joined.
+    """Returns the byte ranges that hold all the boxes, in file order.
+
+    Ranges less than `max_gap` bytes apart are joined.
 
     And how many bytes of them the boxes want, what they share counted once.
     """
@@ -103,7 +112,7 @@ def _union(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], max_ga
 
 
 def _repeat(row_runs: list[Run], row: int, low: int, high: int, max_gap: int) -> Iterator[Run]:
-    """Repeats the runs of one row for each of the rows [low, high)."""
+    """Repeats the runs of a row for the rows [low, high)."""
     count = high - low
     if len(row_runs) == 1:
         start, length, stride, inner_count = row_runs[0]
@@ -124,7 +133,10 @@ def _repeat(row_runs: list[Run], row: int, low: int, high: int, max_gap: int) ->
 
 
 def _append(runs: list[Run], run: Run, max_gap: int) -> None:
-    """Adds a run that follows in the file, joined to the last one where that is near and both are plain."""
+    """Appends a run, joined to the last run if possible.
+
+    Both must be plain and near each other.
+    """
     if runs and runs[-1].times == 1 and run.times == 1:
         last = runs[-1]
         gap = run.start - (last.start + last.length)
@@ -135,7 +147,9 @@ def _append(runs: list[Run], run: Run, max_gap: int) -> None:
 
 
 def split_ends(runs: Sequence[Run], wanted: Sequence[Run]) -> Iterator[Run]:
-    """Splits runs that were joined over gaps: the first and the last wanted range of each become runs of their own.
+    """Splits the ends off runs that were joined over gaps.
+
+    The first and the last wanted range of each become runs of their own.
 
     `wanted` are the same boxes' runs for a gap of 0. Why: two processes that read neighbouring columns, gaps and all,
     read overlapping ranges that begin and end a column apart. Only ranges that begin where others end have a
@@ -164,7 +178,7 @@ def split_ends(runs: Sequence[Run], wanted: Sequence[Run]) -> Iterator[Run]:
 
 
 class Window(NamedTuple):
-    """A box of an array that is one byte range.
+    """A box of an array in a single byte range.
 
     `outer` indexes the first dimensions, [low, high) is a range of the next one, the rest is whole; `start` is its
     first byte and `ranges` are the byte ranges of it to read.
@@ -179,7 +193,9 @@ class Window(NamedTuple):
 
 
 class WindowGrid:
-    """Grid of windows of at most `max_bytes` (one element at least) over a row-major array that has elements.
+    """Grid of windows over a row-major array with elements.
+
+    A window has at most `max_bytes`, but at least one element.
 
     Attributes:
       depth: how many leading dimensions a window fixes to one index; the one at `depth` is cut, those after are whole.
@@ -227,7 +243,10 @@ class WindowGrid:
         return total
 
     def windows(self, runs: Iterable[Run]) -> Iterator[Window]:
-        """Yields the windows that hold the runs, in file order, each once, with the byte ranges of the runs in it."""
+        """Yields the windows that hold the runs, in file order.
+
+        Each comes once, with the byte ranges of the runs in it.
+        """
         window: Window | None = None
         for run in runs:
             for start, stop in run.ranges():

@@ -1,4 +1,6 @@
-"""Combines the checksums of ranges, read by all processes together, to that of the whole: pure, on integers.
+"""Combines checksums of ranges to the checksum of the whole.
+
+All processes together read the ranges. Pure, on integers.
 
 Ranges may come in any order, twice, or overlap (replicas read what others read). A range counts as verified when it is
 on a chain of them, each beginning where the one before ends, from the first byte to the last; wherever two chains meet
@@ -35,7 +37,10 @@ class Coverage(NamedTuple):
 
 
 def cover(ranges: Sequence[ChecksummedRange], size: int, kind: Crc = CRC32C) -> Coverage:
-    """Combines the checksums of `ranges` of `size` bytes, which are of one kind."""
+    """Combines the checksums of `ranges` of `size` bytes.
+
+    They are of one kind.
+    """
     if not size:
         return Coverage(0, True)
     if len(ranges) == 1 and (ranges[0].start, ranges[0].stop) == (0, size):
@@ -64,7 +69,9 @@ def cover(ranges: Sequence[ChecksummedRange], size: int, kind: Crc = CRC32C) -> 
 
 
 def fold_columns(ranges: Sequence[ChecksummedRange], kind: Crc = CRC32C) -> list[ChecksummedRange]:
-    """Folds plain ranges into columns of many rows, each one range, for processes to exchange.
+    """Folds plain ranges into columns of many rows.
+
+    Each column is a range, for processes to exchange.
 
     A row of a bundle's matrix is a read and a range of its own where columns are far apart; a model has millions.
     """
@@ -85,7 +92,10 @@ def fold_columns(ranges: Sequence[ChecksummedRange], kind: Crc = CRC32C) -> list
 
 
 def _row_of_equal(ranges: Sequence[ChecksummedRange], at: int) -> Sequence[ChecksummedRange]:
-    """Returns the ranges from one on that are of one length and equally far apart, with gaps between them."""
+    """Returns the ranges of equal length and distance from an index.
+
+    There are gaps between them.
+    """
     first = ranges[at]
     length = first.stop - first.start
     stride = ranges[at + 1].start - first.start if at + 1 < len(ranges) else 0
@@ -99,7 +109,9 @@ def _row_of_equal(ranges: Sequence[ChecksummedRange], at: int) -> Sequence[Check
 
 
 def _join_columns(ranges: Sequence[ChecksummedRange], kind: Crc) -> tuple[list[ChecksummedRange] | Coverage, bool]:
-    """Joins columns side by side that together fill every stride to plain ranges; or returns a conflict.
+    """Joins columns that fill every stride, or returns a conflict.
+
+    Columns side by side become plain ranges.
 
     Also returned is whether there were others: those have no checksum together.
     """
@@ -132,7 +144,10 @@ def _join_columns(ranges: Sequence[ChecksummedRange], kind: Crc) -> tuple[list[C
 
 
 def _chains(ranges: list[list[int]], size: int, kind: Crc) -> Coverage:
-    """Handles the general case: checksums of all prefixes that chains reach; ranges are sorted by start."""
+    """Combines ranges in general.
+
+    It keeps the checksums of all prefixes that chains reach; ranges are sorted by start.
+    """
     known = {0: 0}
     for start, stop, crc in ranges:
         if start not in known:

@@ -1,4 +1,7 @@
-"""Several byte ranges of one file that follow each other in an array, read as one."""
+"""Byte ranges of a file that follow each other in an array.
+
+They are read as a single range.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 
 def extent_of(stored: StoredBytes, offset: int, size: int) -> FileExtent | None:
-    """Returns the bytes of a file behind stored bytes, or None if they are far apart or not known yet."""
+    """Returns a file's bytes behind stored bytes, or None.
+
+    None: they are far apart or not known yet.
+    """
     if isinstance(stored, DeferredExtents):
         return None
     return (
@@ -32,7 +38,7 @@ class ByteExtent(NamedTuple):
 
 
 class JoinedExtents:
-    """Byte ranges of a file, one after the other, as the file that a `ByteRange` reads."""
+    """Byte ranges of a file, joined to the file of a `ByteRange`."""
 
     def __init__(self, file: StoredFile, extents: Sequence[ByteExtent]):
         self._file = file
@@ -43,7 +49,10 @@ class JoinedExtents:
         self.size: int = self._begins.pop() if self._extents else 0
 
     def extent(self, offset: int, size: int) -> FileExtent | None:
-        """Returns the bytes of the file that hold a range, or None if others are among them."""
+        """Returns the file's bytes that hold a range, or None.
+
+        None: other bytes are among them.
+        """
         runs = list(self._in_file(offset, size))
         if not runs:
             return None
@@ -60,7 +69,7 @@ class JoinedExtents:
         return _JoinedReadAhead(self, self._file.ahead(in_file))
 
     def _in_file(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yields (offset, size) in the file of the extents behind a range of the joined bytes."""
+        """Yields (offset, size) in the file for a joined range."""
         number = bisect.bisect_right(self._begins, offset) - 1
         while size:
             start, length = self._extents[number]

@@ -1,4 +1,4 @@
-"""Leaf that is one byte range of one file, with or without a crc32c over it."""
+"""Leaf in a file's byte range, with or without a crc32c."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from orbax_t5x.storage.interface import FilePlace
 
 
 class RangeLeaf(BlockingLeaf):
-    """Base of leaves whose reads block: `read_into` puts them into a thread."""
+    """Base of leaves with blocking reads.
+
+    `read_into` puts them into a thread.
+    """
 
     __slots__ = ("dtype", "error", "is_remote", "name", "path", "shape")
 
@@ -36,7 +39,10 @@ class RangeLeaf(BlockingLeaf):
         *,
         path: str | None = None,
     ):
-        """Makes the leaf of bytes at a place; `path` is for messages, and that of the place if it is None."""
+        """Makes the leaf of bytes at a place.
+
+        `path` is for messages, and by default the place's.
+        """
         self.name: str = name
         self.path: str = place.path if path is None else path
         self.is_remote: bool = place.is_remote
@@ -53,7 +59,10 @@ class RangeLeaf(BlockingLeaf):
 
 
 class ByteRangeLeaf(RangeLeaf):
-    """One array in one byte range; `crc` is the crc32c of the bytes as stored, or None where the format keeps none."""
+    """Array in a byte range of a file.
+
+    `crc` is the crc32c of the bytes as stored, or None if the format keeps no checksum.
+    """
 
     __slots__ = ("crc", "range")
 
@@ -82,7 +91,9 @@ class ByteRangeLeaf(RangeLeaf):
             stats.add_range(self, one)
 
     def copy_blocking(self, box: Box, sink: Callable[[int, np.ndarray], None], stats: ReadStats) -> int | None:
-        """Passes the bytes of a box to `sink` and returns their crc32c; blocks.
+        """Passes a box's bytes to `sink` and returns their crc32c.
+
+        It blocks.
 
         They go through a small buffer of the thread, which stays in a core's cache. Reading a block and writing it
         takes twice the time, and so does a copy by the kernel (`copy_file_range`) with a read for the checksum.
@@ -108,7 +119,10 @@ class ByteRangeLeaf(RangeLeaf):
 
 
 class RangeChecksums(Checksums):
-    """A checksum over each byte range of a leaf; its checksummed extent is these ranges one after the other."""
+    """Checksums of the byte ranges of a leaf.
+
+    Its checksummed extent is these ranges joined in order.
+    """
 
     def __init__(self, leaf: RangeLeaf, stored: Sequence[tuple[StoredRange, int]], kind: Crc = CRC32C):
         self._leaf, self._stored, self.kind = leaf, stored, kind
@@ -139,7 +153,9 @@ def moved(one: ChecksummedRange, offset: int) -> ChecksummedRange:
 def read_unchanged(
     range: StoredRange | StridedRange, requests: Sequence[Request], *, checksum: bool, leaf: str
 ) -> ReadOutcome:
-    """Reads a file that is still the one that was opened; blocks.
+    """Reads a file that has not changed since it was opened.
+
+    It blocks.
 
     In a file that changed, what looked like damage is none: that is a CheckpointGoneError.
     """
@@ -153,7 +169,10 @@ def read_unchanged(
 
 
 def _verify_range(range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str, kind: Crc) -> bool:
-    """Reports whether ranges cover one and every one is verified; raises CorruptCheckpointError where not sound."""
+    """Tests if ranges verify a range.
+
+    Raises CorruptCheckpointError if it is not sound.
+    """
     found = cover(read, range.nbytes, kind)
     if found.conflict is not None:
         low, high = found.conflict

@@ -1,4 +1,6 @@
-"""Copies from a window of stored bytes to the buffers that want a box of it, with NumPy's elements.
+"""Copies from a window of stored bytes to buffers of boxes.
+
+The elements are NumPy's.
 
 Most elements are in memory as they are in the file. Three kinds are not: those of the other byte order, those of fewer
 than eight bits (stored one to a byte, with bits above them that mean nothing), and bools, of which a byte other than 0
@@ -31,7 +33,7 @@ _BOOL = np.dtype(np.bool_)
 
 
 def as_stored(dtype: np.dtype) -> bool:
-    """Reports whether all bytes are valid elements of this dtype, as they are."""
+    """Tests if any bytes are valid elements of this dtype."""
     return dtype != _BOOL and dtype not in LOW_BITS
 
 
@@ -44,7 +46,10 @@ class Elements(NamedTuple):
     leaf: str
 
     def copy(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Copies elements as stored into a buffer; a bool that is neither 0 nor 1 is a CorruptCheckpointError."""
+        """Copies stored elements into a buffer.
+
+        A bool that is neither 0 nor 1 is a CorruptCheckpointError.
+        """
         if self.swap:
             out[...] = _swapped(values)
         elif self.dtype == _BOOL:
@@ -59,7 +64,10 @@ class Elements(NamedTuple):
 
 
 def _swapped(values: np.ndarray) -> np.ndarray:
-    """Swaps the bytes of each number (each half of a complex one)."""
+    """Swaps the bytes of each number.
+
+    Of a complex number, of each half.
+    """
     dtype = values.dtype
     width = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
     contiguous = np.ascontiguousarray(values)
@@ -67,7 +75,9 @@ def _swapped(values: np.ndarray) -> np.ndarray:
 
 
 class _ScatterTarget(NamedTuple):
-    """A request, split into outer ranges, the range that windows cut, and slices of the inner dimensions.
+    """A request: outer ranges, cut range and inner slices.
+
+    Windows cut the middle range.
 
     Of several requests together, `out` has one dimension more: an inner one is split in their number and their width.
     """
@@ -80,7 +90,10 @@ class _ScatterTarget(NamedTuple):
 
 
 class Scatter:
-    """Copier from windows of one array to the buffers that want a box of them; for several threads at once."""
+    """Copier from windows of an array to buffers of boxes.
+
+    Several threads may use it at once.
+    """
 
     def __init__(self, shape: tuple[int, ...], depth: int, requests: Sequence[Request], elements: Elements):
         self._elements = elements
@@ -96,7 +109,7 @@ class Scatter:
         self._outs = [request.out for request in requests]  # a joined target refers to the memory of the first only
 
     def window(self, window: Window, data: np.ndarray) -> int:
-        """Copies the requested elements of one window; returns their number."""
+        """Copies a window's requested elements; returns their number."""
         stored = data.view(self._elements.dtype).reshape(window.high - window.low, *self._inner_shape)
         filled = 0
         for outer, low, high, inner, out in self._targets:
@@ -116,7 +129,9 @@ def _layout(target: _ScatterTarget) -> tuple[object, ...]:
 
 
 def _join_neighbours(alike: list[_ScatterTarget]) -> list[_ScatterTarget]:
-    """Joins targets that follow one another along one inner dimension, in buffers at equal distances, to one.
+    """Joins neighbouring targets with equally distant buffers.
+
+    They follow one another along an inner dimension.
 
     Column shards of an array lie so. One copy for each window instead of one for each shard takes a fifth less time.
     """

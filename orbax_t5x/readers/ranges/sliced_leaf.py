@@ -1,4 +1,6 @@
-"""Leaf stored in slices, each with a byte range and a checksum of its own: a partitioned TensorFlow variable.
+"""Leaf in slices, as of a partitioned TensorFlow variable.
+
+Each slice has a byte range and a checksum of its own.
 
 A read of a box touches the slices that the box meets, and no others. The checksummed extent of the leaf is its slices'
 extents one after the other, in the order of the slices.
@@ -22,7 +24,7 @@ from orbax_t5x.storage.interface import FilePlace
 
 
 class StoredSlice(NamedTuple):
-    """A box of a leaf, the byte range that holds it, and the crc32c over that."""
+    """A box of a leaf, its byte range and its crc32c."""
 
     box: Box
     range: StoredRange
@@ -30,7 +32,10 @@ class StoredSlice(NamedTuple):
 
 
 class SlicedLeaf(RangeLeaf):
-    """One array in slices that tile it; the caller has proven that they do."""
+    """Array in slices that tile it.
+
+    The caller has proven that they do.
+    """
 
     __slots__ = ("_bases", "_slices")
 
@@ -73,7 +78,10 @@ class SlicedLeaf(RangeLeaf):
 
 
 def _within(request: Request, box: Box) -> Request | None:
-    """Returns a request for the intersection with a slice, in the slice's own coordinates; None where it is empty."""
+    """Returns a request's part within a slice, or None.
+
+    It is in the slice's own coordinates; None if it is empty.
+    """
     theirs: list[tuple[int, int]] = []
     ours: list[slice] = []
     for (low, high), (first, last) in zip(request.box, box, strict=True):

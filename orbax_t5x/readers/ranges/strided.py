@@ -1,4 +1,6 @@
-"""An array at any strides in a byte range of a file, read by index box: transposed, a slice of a larger one, repeated.
+"""An array at any strides in a byte range, read by box.
+
+It is transposed, repeated, or a slice of a larger array.
 
 Its dimensions in the order of their strides are the dimensions of a row-major array, of which it is a box; a request is
 one to that array, with its buffer's dimensions in that order. Where a stride is no multiple of the next one (every
@@ -22,12 +24,18 @@ from orbax_t5x.storage.crc import Crc
 
 
 def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the position of the last element of an array that has some, counted from its first one."""
+    """Returns the last element's position from the first element.
+
+    The array has elements.
+    """
     return sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
 
 
 def has_overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Reports whether indices of a dimension reach into those of another; a stride of 0 repeats and does not count."""
+    """Tests if strides make different indices share elements.
+
+    A stride of 0 repeats and does not count.
+    """
     reached = 0
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride:
@@ -38,7 +46,9 @@ def has_overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class StridedRange:
-    """An array whose element 0 is at `offset` of a file; the reader has proven that its elements are inside.
+    """Strided array with element 0 at `offset` of a file.
+
+    The reader has proven that its elements are inside.
 
     Attributes:
       file: that holds it.
@@ -56,7 +66,10 @@ class StridedRange:
         swap: bool,
         kind: Crc,
     ):
-        """Finds the row-major array; `strides` count elements and do not overlap, for the rest see `ByteRange`."""
+        """Finds the row-major array.
+
+        `strides` count elements and do not overlap; for the rest see `ByteRange`.
+        """
         self.file = file
         self.shape = shape
         self.dtype = dtype
@@ -77,13 +90,16 @@ class StridedRange:
         self._order = [sorted(self._inner).index(axis) for axis in self._inner]
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns the bytes of the elements of boxes, each as often as it is stored."""
+        """Counts the bytes of boxes, each element as often as stored."""
         axes = self._outer + self._inner
         stored = {tuple(box[axis] for axis in axes) for box in boxes if 0 not in box_shape(box)}
         return union_size(tuple(stored)) * self.dtype.itemsize
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
-        """Fills all requests; blocks. The ranges of checksums count from the beginning of the file."""
+        """Fills all requests.
+
+        It blocks. The ranges of checksums count from the beginning of the file.
+        """
         for box, out in requests:
             if box_shape(box) != out.shape or out.dtype != self.dtype:
                 raise ValueError(
@@ -104,7 +120,10 @@ class StridedRange:
         return ReadOutcome(ranges, sizes[0], sizes[1])
 
     def _by_outer_index(self, requests: Sequence[Request]) -> Iterator[tuple[tuple[int, ...], list[Request]]]:
-        """Yields each index of the outer dimensions that is wanted, with the requests to its row-major array."""
+        """Yields each wanted outer index with its requests.
+
+        The requests are to its row-major array.
+        """
         if not requests:
             return
         sides = [[request.box[axis] for request in requests] for axis in self._outer]
@@ -131,7 +150,7 @@ class StridedRange:
         return Request((*(box[axis] for axis in self._inner), (0, 1)), buffer)
 
     def _repeat(self, out: np.ndarray) -> None:
-        """Copies what was read to the other indices of the dimensions of stride 0."""
+        """Copies read elements along the dimensions of stride 0."""
         read = set(self._outer + self._inner)
         first = tuple(slice(None) if axis in read else slice(1) for axis in range(out.ndim))
         if out[first].size < out.size:

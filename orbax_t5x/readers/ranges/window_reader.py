@@ -1,4 +1,6 @@
-"""Reader of a file's headers in file order, through a window that moves; the bytes between are skipped, never read.
+"""Reader of a file's headers through a moving window.
+
+The bytes between are skipped, never read.
 
 After a jump over an array the window is small, and it doubles while headers follow each other, so that a file of a few
 large arrays costs some KiB per array and a file of many small values is read in few pieces. Every length is compared
@@ -18,7 +20,10 @@ _LARGEST_WINDOW_BYTES = 1 << 18
 
 
 class WindowReader:
-    """Reader of short byte strings in file order, up to `stop`: at first the end of the file."""
+    """Reader of short byte strings in file order.
+
+    It reads up to `stop`, by default the end of the file.
+    """
 
     def __init__(self, file: StoredFile):
         self._file = file
@@ -31,7 +36,7 @@ class WindowReader:
 
     @property
     def position(self) -> int:
-        """The offset in the file at which the next header begins."""
+        """The file offset of the next header."""
         return self._base + self._at
 
     @property
@@ -50,7 +55,10 @@ class WindowReader:
         return data
 
     def skip(self, size: int) -> None:
-        """Skips bytes that are not read; the caller has compared `size` with the bytes left."""
+        """Skips bytes without reading.
+
+        The caller has compared `size` with the bytes left.
+        """
         self._at += size
 
     def _move_window(self, size: int) -> None:

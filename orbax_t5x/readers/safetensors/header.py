@@ -1,5 +1,6 @@
-"""The header of a safetensors file, by the rules of its format: every bound is proven here, before a byte of data is
-read.
+"""The header of a safetensors file, with every bound proven.
+
+This comes before a byte of data is read.
 
 The file is an 8-byte little-endian length, that many bytes of JSON, and data. The tensors' byte ranges follow one
 another from 0 to the end of the file without holes or overlaps, each as long as its shape and dtype require, so a
@@ -64,7 +65,7 @@ _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor: [start, stop) are its bytes, counted from the beginning of the file.
+    """A tensor: its bytes are [start, stop) of the file.
 
     Attributes:
       dtype: None where `error` is the reason why the tensor cannot be read.
@@ -79,7 +80,10 @@ class Entry:
 
 
 def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> int:
-    """Reads the length of the JSON from the first 8 bytes, proven to fit into the file, if its size is known."""
+    """Reads the length of the JSON from the first 8 bytes.
+
+    It is proven to fit into the file, if its size is known.
+    """
     if len(first) < LENGTH_BYTES:
         raise CorruptCheckpointError(f"{len(first)} bytes are too few for a safetensors file", path=path)
     size = int.from_bytes(first[:LENGTH_BYTES], "little")
@@ -92,7 +96,10 @@ def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> i
 
 
 def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
-    """Parses the tensors of a file in the order of their bytes, and its `__metadata__`; `data` is all of the JSON."""
+    """Parses the tensors of a file, and its `__metadata__`.
+
+    The tensors are in the order of their bytes; `data` is all of the JSON.
+    """
     if not data.startswith(b"{"):
         raise CorruptCheckpointError(f"the header begins with {data[:8]!r}, not with '{{'", path=path)
     parsed = parse_object(data, path)
@@ -116,7 +123,10 @@ def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], d
 
 
 def require_end(entries: Sequence[Entry], begin: int, file: StoredFile) -> None:
-    """Proves that a file ends where its last tensor does; `begin` is where the data begin."""
+    """Proves that a file ends with its last tensor.
+
+    The data begin at `begin`.
+    """
     end = entries[-1].stop if entries else begin
     if not file.require_size(end):
         raise CorruptCheckpointError(f"the tensors end at byte {end}, and the file at byte {file.size}", path=file.path)
@@ -160,7 +170,10 @@ def _integers(value: Any, key: str, name: str, path: str) -> tuple[int, ...]:
 def _dtype(
     code: str, shape: tuple[int, ...], size: int, name: str, path: str, limits: Limits
 ) -> tuple[np.dtype | None, CheckpointError | None]:
-    """Returns the dtype, proven to agree with the tensor's size, or the reason why there is none."""
+    """Returns the dtype, or why it is refused.
+
+    It is proven to agree with the tensor's size.
+    """
     count = math.prod(shape)
     bits = _PACKED_BITS.get(code) or (DTYPES[code].itemsize * 8 if code in DTYPES else None)
     if bits is None:

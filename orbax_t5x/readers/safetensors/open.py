@@ -1,4 +1,6 @@
-"""Safetensors checkpoints: one file, or a directory of files with or without an index; boxes are read by byte range.
+"""Safetensors checkpoints: a file or a directory of files.
+
+With or without an index; boxes are read by byte range.
 
 Opening reads the headers and `config.json`, nothing else; `_safetensors_header` proves them against the files' sizes. A
 name is in exactly one file: where an index names it, it must be there. The files are plain files inside the
@@ -51,7 +53,7 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
 
 
 class _SafetensorsFiles(ModelFiles):
-    """Safetensors files of one model."""
+    """Safetensors files of a model."""
 
     format = "safetensors"
     suffix = SUFFIX
@@ -61,7 +63,7 @@ class _SafetensorsFiles(ModelFiles):
         self._metadata["file_metadata"] = {}
 
     def add_directory(self) -> None:
-        """Adds the single model file of a directory, or the files that its index names, or else all its files."""
+        """Adds a directory's only model file, its index's files, or all."""
         names = self._root.names()
         indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
         files = [name for name in names if name.endswith(SUFFIX)]
@@ -101,7 +103,10 @@ class _SafetensorsFiles(ModelFiles):
 
 
 def _check_shards(files: Sequence[str], path: str) -> None:
-    """Refuses numbered files without an index that are not one whole set: a download or an upload under way."""
+    """Refuses an incomplete set of numbered files without an index.
+
+    A download or an upload is under way.
+    """
     shards = [match for name in files if (match := _SHARD.fullmatch(name))]
     sets = sorted({match.groups() for match in shards})
     if len(sets) > 1:

@@ -1,1 +1,1 @@
-"""Checkpoints that T5X itself wrote: a msgpack file, and zarr arrays beside it."""
+"""T5X's own checkpoints: a msgpack file beside zarr arrays."""

@@ -1,4 +1,6 @@
-"""The zarr arrays of a T5X checkpoint: a spec's directory becomes a leaf, or a broken leaf with its error.
+"""The zarr arrays of a T5X checkpoint.
+
+A spec's directory becomes a leaf, or a broken leaf with its error.
 
 Opening looks at the array's directory, at any depth, and reads `.zarray` through the root's resolver: TensorStore
 follows links and waits on FIFOs, so every file that it may open must be a plain file inside the checkpoint.
@@ -42,14 +44,23 @@ _LAST_UINT16_VERSION = 2
 
 
 class SharedDirectoryError(CorruptCheckpointError):
-    """Error of two leaves that are stored in one directory, so that it is unknown which of them it holds."""
+    """Error of two leaves in one directory.
+
+    It is unknown to which of them the stored array belongs.
+    """
 
 
 class ZarrArrays:
-    """The arrays of one checkpoint, of whose metadata `index_bytes` were read."""
+    """The arrays of a checkpoint.
+
+    `index_bytes` of their metadata were read.
+    """
 
     def __init__(self, root: Files, file: str, version: int, flag: OpenFlag, limits: Limits):
-        """Holds the settings of one checkpoint; `file` is the msgpack file, for errors about specs."""
+        """Holds the settings of a checkpoint.
+
+        `file` is the msgpack file, for errors about specs.
+        """
         self._root = root
         self._file = file
         self._version = version
@@ -63,7 +74,10 @@ class ZarrArrays:
         self.index_bytes: int = 0
 
     def read_ahead(self, nodes: Sequence[dict[str, Node]]) -> None:
-        """Announces the specs that will become leaves, so that a remote store sends all their metadata in one batch."""
+        """Announces the specs that will become leaves.
+
+        A remote store then sends all their metadata in a batch.
+        """
         if not self._root.is_remote:
             return
         names: list[str] = []
@@ -73,7 +87,10 @@ class ZarrArrays:
         self._root.read_ahead(names, limit=self._limits.index_bytes)
 
     def leaf(self, name: str, node: dict[str, Node]) -> Leaf:
-        """Makes the leaf of a spec; an error where its directory is another leaf's, written over by this one."""
+        """Makes the leaf of a spec.
+
+        A directory that is already another leaf's is an error: this leaf has written over it.
+        """
         try:
             spec = parse_spec(node)
         except CheckpointError as error:
@@ -96,7 +113,10 @@ class ZarrArrays:
             return BrokenLeaf(name, error_at(error, path=error.path or self._file, leaf=name))
 
     def _claim(self, found: ArrayDirectory, spec: ArraySpec, name: str) -> None:
-        """Records the owner of a directory, by identity: some file systems take two names for one."""
+        """Records the owner of a directory, by identity.
+
+        Some file systems take two names for the same directory.
+        """
         other = self._leaf_of.setdefault(found.identity, name)
         if other != name:
             raise SharedDirectoryError(
@@ -145,7 +165,9 @@ class ZarrArrays:
     def _array(
         self, name: str, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
     ) -> ts.TensorStore | FetchedArray | UnopenedArray:
-        """Returns an array that opens when it is read, where TensorStore has accepted another one of the same kind.
+        """Returns an array that opens when it is read.
+
+        TensorStore has accepted another array of the same kind.
 
         What it may refuse is found now, and a checkpoint of many arrays opens without opening each.
         """

@@ -1,4 +1,6 @@
-"""Checkpoints that T5X's own Checkpointer wrote: a root, a step, its `checkpoint` file, or a single file that is all.
+"""Checkpoints that T5X's own Checkpointer wrote.
+
+A root, a step, its `checkpoint` file, or a single file with all.
 
 The msgpack file `checkpoint` of a step holds small leaves as arrays and large ones as specs of zarr arrays beside it.
 Versions 1 to 3 have the tree under `optimizer`, which is no part of the names; version 0 is older than the field, and
@@ -32,7 +34,10 @@ _VERSIONS = range(4)
 
 
 def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a local root (its newest step), a step, its `checkpoint` file, or a single-file checkpoint."""
+    """Opens a root, a step or a `checkpoint` file.
+
+    Of a local root it opens the newest step; a single file may hold all.
+    """
     given = files_at(os.fspath(path))
     path = given.named
     if not given.is_directory():
@@ -85,7 +90,7 @@ def _open(path: str, root: Files, name: str, step: int | None, limits: Limits) -
 
 
 def _tree_of(opened: StateFile) -> tuple[int, Node]:
-    """Returns the version of the format, and the subtree of the file that holds the train state."""
+    """Returns the format's version and the train state's subtree."""
     version = opened.tree.get("version", 0)
     if type(version) is not int or version < 0:
         raise CorruptCheckpointError(f"the version is {str(version)[:200]}", path=opened.file.path)

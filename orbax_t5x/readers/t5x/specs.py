@@ -1,5 +1,6 @@
-"""The TensorStore specs in a T5X `checkpoint` file, by a strict schema: all that is taken is a directory, a shape and a
-dtype.
+"""The TensorStore specs in a T5X `checkpoint` file.
+
+The schema is strict: only a directory, a shape and a dtype are taken.
 
 A spec sets where and how TensorStore shall read, and the file that holds it is input from outside. None is ever handed
 to TensorStore: the directory must be a relative path inside the checkpoint, shape and dtype are compared with the
@@ -47,7 +48,9 @@ _METADATA_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """Directory (relative to the checkpoint's), shape and dtype of an array, from its spec.
+    """Directory, shape and dtype in an array's spec.
+
+    The directory is relative to the checkpoint's.
 
     The shape is None where the spec does not record it; the dtype has TensorStore's name, zarr's, both, or none.
     """
@@ -58,7 +61,7 @@ class ArraySpec:
 
 
 def is_spec(node: Mapping[str, Node]) -> bool:
-    """Reports whether a map of a tree is a spec, also a damaged one or one of another driver.
+    """Tests if a map is a spec, even damaged or foreign.
 
     T5X requires `driver`, `kvstore` and `metadata`. A map that lacks one of them must not pass for a subtree whose
     leaves are texts: a train state holds no text under `driver`.
@@ -67,7 +70,10 @@ def is_spec(node: Mapping[str, Node]) -> bool:
 
 
 def parse_spec(node: Mapping[str, Node]) -> ArraySpec:
-    """Parses a spec; its errors name neither file nor leaf, which the caller does."""
+    """Parses a spec.
+
+    Its errors name neither file nor leaf: the caller adds them.
+    """
     spec = {key: _plain(value) for key, value in node.items()}
     _refuse_reaching_out(spec)
     if "kvstore" in spec:
@@ -90,7 +96,10 @@ def parse_spec(node: Mapping[str, Node]) -> ArraySpec:
 
 
 def _plain(node: Node) -> Any:
-    """Returns a node of a spec as JSON would have it. Specs are small, and the walk has bounded their nesting."""
+    """Converts a node of a spec to plain JSON types.
+
+    Specs are small, and the walk has bounded their nesting.
+    """
     if isinstance(node, StoredText):
         if node.short is None:
             raise CorruptCheckpointError(f"its spec holds a text of {node.size} bytes")
@@ -112,7 +121,7 @@ def _refuse_reaching_out(spec: Mapping[str, Any]) -> None:
 
 
 def _require_kvstore(kvstore: Any) -> None:
-    """Refuses a kvstore that is none of T5X's."""
+    """Refuses a kvstore that T5X does not write."""
     if isinstance(kvstore, str):
         raise UnsafeCheckpointError(f"its spec names the URL {_shown(kvstore)}")
     if not isinstance(kvstore, dict):
@@ -128,7 +137,10 @@ def _require_kvstore(kvstore: Any) -> None:
 
 
 def _path(kvstore: Any, beside: Any) -> str:
-    """Returns the path of a spec, from its kvstore or, as old TensorStores wrote it, from beside it."""
+    """Returns the path of a spec.
+
+    It is in its kvstore or, as old TensorStores wrote it, beside it.
+    """
     if kvstore is None:
         raise CorruptCheckpointError("its spec has no kvstore")
     paths = [_text(path, "path") for path in (kvstore.get("path"), beside) if path is not None]
@@ -150,7 +162,7 @@ def _text(said: Any, what: str) -> str:
 
 
 def _require_identity(transform: Any, shape: tuple[int, ...] | None) -> None:
-    """Refuses a transform other than the one that changes nothing.
+    """Refuses a transform that is not the identity.
 
     Bounds are in lists of one where TensorStore may change them; outputs are left out where they are the inputs.
     """

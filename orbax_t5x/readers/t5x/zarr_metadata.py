@@ -1,4 +1,6 @@
-"""`.zarray` of one zarr v2 array, by a strict schema: shape, dtype, chunks and codec of a T5X leaf.
+"""`.zarray` of a zarr v2 array, by a strict schema.
+
+Shape, dtype, chunks and codec of a T5X leaf.
 
 The bounds that its fields must keep are proven here; `spec` then is what TensorStore gets, written anew from the
 fields, so that TensorStore reads no metadata of its own and nothing unknown reaches it. Pure: bytes in, a record or an
@@ -61,7 +63,10 @@ class ZarrMetadata:
     separator: str
 
     def spec(self, *, as_bfloat16: bool) -> dict[str, Any]:
-        """Returns the metadata as TensorStore takes it; `as_bfloat16` reads the bits of uint16 elements as that."""
+        """Returns the metadata as TensorStore takes it.
+
+        `as_bfloat16` reads the bits of uint16 elements as bfloat16.
+        """
         fill = self.fill_value
         if as_bfloat16 and fill is not None:
             fill = float(np.array(fill, np.uint16).view(ml_dtypes.bfloat16))
@@ -86,12 +91,14 @@ class ZarrMetadata:
 
     @functools.cached_property
     def bfloat16_layout(self) -> ArrayLayout:
-        """The layout of the array whose elements are read as bfloat16."""
+        """The layout of the array read as bfloat16."""
         return self.layout._replace(dtype=_DTYPES[_BFLOAT16])
 
     @functools.cached_property
     def kind(self) -> Hashable | None:
-        """Key that is equal for arrays that differ only in sizes, all or none of which TensorStore accepts.
+        """Key of arrays that differ only in sizes.
+
+        TensorStore accepts all of them or rejects all.
 
         None for an array of sizes near those that TensorStore cannot count.
         """
@@ -170,7 +177,10 @@ def _compressor(recorded: Any, unsupported) -> dict[str, Any] | None:
 
 
 def _fill_value(recorded: Any, dtype: np.dtype, unsupported) -> Any:
-    """Parses a fill value: a number that the dtype holds; NaN and infinities are texts in zarr."""
+    """Parses a fill value: a number that the dtype holds.
+
+    NaN and infinities are texts in zarr.
+    """
     if recorded is None or (dtype.kind == "f" and recorded in ("NaN", "Infinity", "-Infinity")):
         return recorded
     if dtype.kind == "b":
@@ -186,7 +196,7 @@ def _fill_value(recorded: Any, dtype: np.dtype, unsupported) -> Any:
 
 
 def _is_finite(number: float, dtype: np.dtype) -> bool:
-    """Reports whether a number is finite, as a Python float and in a dtype."""
+    """Tests if a number is finite, also in a dtype."""
     try:
         with np.errstate(over="ignore"):
             return math.isfinite(number) and bool(np.isfinite(np.array(float(number)).astype(dtype)))

@@ -1,4 +1,6 @@
-"""Makes leaves of the entries of a bundle's index: every number in an entry is proven against the files first.
+"""Makes leaves of the entries of a bundle's index.
+
+Every number in an entry is proven against the files first.
 
 An entry that cannot be right makes its own leaf unreadable and no other: the leaf is listed, with its shape and dtype
 where these are known, and using it raises what is wrong. Shards are measured (`fstat`), never read. Nothing is sized by
@@ -50,7 +52,10 @@ _SPARE_SLICES = 16
 
 
 class BundleLeaves:
-    """The leaves of one bundle; `shards` are the files that were looked at, or why they cannot be read."""
+    """The leaves of a bundle.
+
+    `shards` are the files that were looked at, or why they cannot be read.
+    """
 
     def __init__(self, files: Files, prefix: str, header: BundleHeader, limits: Limits):
         self._files = files
@@ -71,7 +76,7 @@ class BundleLeaves:
         return f"{self._prefix}.data-{number:05d}-of-{self._num_shards:05d}"
 
     def stat_shards(self) -> None:
-        """Stats all shards in one batch."""
+        """Stats all shards in a batch."""
         self._files.stat_ahead([self._shard_name(number) for number in range(self._num_shards)])
 
     def shard(self, number: int) -> StoredFile | CheckpointError:
@@ -165,7 +170,7 @@ class BundleLeaves:
             raise error_at(error, path=self._index_path, leaf=leaf) from None
 
     def _range(self, leaf: str, entry: BundleEntry, shape: tuple[int, ...], dtype: np.dtype) -> StoredRange:
-        """Returns the bytes of an entry, proven to be inside their shard and as many as the shape takes."""
+        """Returns an entry's bytes, proven against shard and shape."""
         count = math.prod(shape)
         if entry.dtype == STRING:
             # Each string takes a byte of length at least, and four bytes of checksum follow the lengths, even of none.

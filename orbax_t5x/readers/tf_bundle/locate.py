@@ -1,4 +1,4 @@
-"""Finds the directory and the prefix of a bundle by the path that a user gives.
+"""Finds a bundle's directory and prefix by a user's path.
 
 The path is trusted. A `checkpoint` file is not: a relative path in it stays below the file's directory, and
 an absolute one, which TensorFlow writes and copying makes wrong, means the file of that name beside it.
@@ -56,7 +56,10 @@ class BundleLocation(NamedTuple):
 
 
 def find_bundle(path: str) -> BundleLocation:
-    """Finds the bundle of a path; the path is trusted, the contents of files are not."""
+    """Finds the bundle of a path.
+
+    The path is trusted, the contents of files are not.
+    """
     given, index = files_at(path), files_at(f"{path}.index")
     if given.is_directory() and not index.exists():
         return _in_directory(path)
@@ -101,7 +104,7 @@ def _of_file(file: Files) -> BundleLocation:
 
 
 def _refuse_v1(root: Files, name: str) -> None:
-    """Raises where a file is one of TensorFlow's first format."""
+    """Refuses a file of TensorFlow's first format."""
     files = files_at(root.path)
     try:
         if is_table(files.file(name)):
@@ -128,7 +131,10 @@ def _in_directory(path: str) -> BundleLocation:
 
 
 def _state(root: Files, name: str) -> tuple[str, int] | None:
-    """Reads the model_checkpoint_path that a `checkpoint` file names; None for files of another kind."""
+    """Reads a `checkpoint` file's model_checkpoint_path, or None.
+
+    None for files of another kind.
+    """
     files = files_at(root.path)
     try:
         file = files.file(name)
@@ -163,7 +169,10 @@ def unescape(quoted: bytes) -> bytes:
 
 
 def _named_location(root: Files, named: str, bytes_read: int) -> BundleLocation:
-    """Returns the location in a `checkpoint` file: below its directory; an absolute path by its last component."""
+    """Returns the location in a `checkpoint` file.
+
+    It is below its directory; an absolute path counts by its last component.
+    """
     if ".." in named.split("/"):
         raise UnsafeCheckpointError(
             f"model_checkpoint_path {named!r} leads out of the directory", path=root.join(_STATE_FILE)

@@ -1,4 +1,6 @@
-"""TensorFlow V2 tensor bundles, without TensorFlow: what Mesh TensorFlow wrote the public T5 checkpoints in.
+"""TensorFlow V2 tensor bundles, without TensorFlow.
+
+Mesh TensorFlow wrote the public T5 checkpoints in this format.
 
 Opening reads the index, a few hundred kilobytes for the largest T5, and measures the shards. A leaf is a byte range of
 a shard; any box of it is read by range into the buffer that wants it, and its checksum is compared wherever all of it
@@ -31,7 +33,9 @@ _ENDIANNESS = {0: "little", 1: "big"}
 
 
 def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None) -> Checkpoint:
-    """Opens a bundle by its prefix, `.index`, one of its shards, its `checkpoint` file, or its directory.
+    """Opens a bundle by its prefix, a file or its directory.
+
+    Its files are `.index`, the shards and `checkpoint`.
 
     What is wrong with single leaves is their `error`, raised when they are used.
     """
@@ -79,7 +83,10 @@ def _bundle_metadata(place: BundleLocation, header: BundleHeader, leaves: Bundle
 
 
 def _read_index(index: StoredFile, limits: Limits) -> tuple[BundleHeader, dict[bytes, bytes], dict[bytes, bytes]]:
-    """Reads the header, the entries of variables by name, those of slices by key."""
+    """Reads the header and the entries of variables and slices.
+
+    Variables are by name, slices by key.
+    """
     entries: dict[bytes, bytes] = {}
     slices: dict[bytes, bytes] = {}
     header: BundleHeader | None = None

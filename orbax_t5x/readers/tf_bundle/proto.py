@@ -1,4 +1,4 @@
-"""The two small messages of a bundle's index, parsed strictly from their wire format.
+"""The two messages of a bundle's index, parsed strictly.
 
 A general protobuf parser accepts what no writer makes: duplicate fields (the last wins), lengths that hide others,
 nesting without end. Here each known field occurs at most once, with its own wire type and in its own range; fields that
@@ -26,7 +26,7 @@ class BadMessage(ValueError):
 
 
 class Extent(NamedTuple):
-    """A slice of one dimension; length -1: the whole of it."""
+    """A slice of a dimension; length -1 is the whole dimension."""
 
     start: int
     length: int
@@ -42,7 +42,10 @@ class BundleHeader(NamedTuple):
 
 
 class BundleEntry(NamedTuple):
-    """BundleEntryProto; `masked_crc` is as stored (`sstable.unmask`), `shape` is None where the rank is unknown."""
+    """A BundleEntryProto.
+
+    `masked_crc` is as stored (`sstable.unmask`), `shape` is None if the rank is unknown.
+    """
 
     dtype: int
     shape: tuple[int, ...] | None
@@ -54,7 +57,9 @@ class BundleEntry(NamedTuple):
 
 
 def _scan(data: bytes, kind: str, wires: dict[int, int], repeated: int = 0) -> dict[int, Any]:
-    """Scans the known fields of one message by number: integers, bytes, and for the field `repeated` a list of bytes.
+    """Scans a message's known fields by number.
+
+    Values are integers and bytes, and for the field `repeated` a list of bytes.
 
     One loop without calls for the usual one-byte varints: an index has thousands of entries with a dozen fields each.
     """
@@ -106,7 +111,7 @@ def _scan(data: bytes, kind: str, wires: dict[int, int], repeated: int = 0) -> d
 
 
 def _signed_field(fields: dict[int, Any], number: int, kind: str, bits: int = 64) -> int:
-    """Returns a signed integer; 0 where it is absent."""
+    """Returns a signed integer, 0 if absent."""
     value = fields.get(number, 0)
     if value < 1 << 31:
         return value
@@ -162,7 +167,10 @@ def _parse_slice(data: bytes, max_rank: int) -> tuple[Extent, ...]:
 
 
 def parse_entry(data: bytes, max_rank: int, max_slices: int) -> BundleEntry:
-    """Parses a BundleEntryProto; one of more than `max_rank` dimensions or `max_slices` slices is refused."""
+    """Parses a BundleEntryProto.
+
+    More than `max_rank` dimensions or `max_slices` slices are refused.
+    """
     kind = "BundleEntryProto"
     entry = _scan(data, kind, _ENTRY, repeated=7)
     slices = entry.get(7, ())
@@ -185,7 +193,10 @@ def _ordered_unsigned(value: int) -> bytes:
 
 
 def _ordered_signed(value: int) -> bytes:
-    """Encodes a sign and 7n - 1 bits in n bytes, whose first n bits, inverted, give n and sort them as numbers."""
+    """Encodes a number in n bytes that sort as the numbers do.
+
+    A sign and 7n - 1 bits; the first n bits, inverted, give n.
+    """
     magnitude = ~value if value < 0 else value
     size = 1
     while magnitude >> (7 * size - 1):
@@ -196,7 +207,10 @@ def _ordered_signed(value: int) -> bytes:
 
 
 def slice_key(name: bytes, extents: tuple[Extent, ...]) -> bytes:
-    """Returns the key of the entry of a variable's slice: OrderedCode of 0, name, rank, extents."""
+    """Returns the key of the entry of a variable's slice.
+
+    It is the OrderedCode of 0, name, rank, extents.
+    """
     escaped = b"".join(_ESCAPED.get(byte, bytes([byte])) for byte in name)
     parts = [_ordered_unsigned(0), escaped, b"\x00\x01", _ordered_unsigned(len(extents))]
     for extent in extents:
@@ -205,7 +219,7 @@ def slice_key(name: bytes, extents: tuple[Extent, ...]) -> bytes:
 
 
 def variable_of_slice(key: bytes) -> bytes | None:
-    """Returns the name of the variable in a slice's key, or None where it is no such key."""
+    """Returns the variable's name in a slice's key, or None."""
     escaped, end, _ = key[1:].partition(b"\x00\x01")
     if not end:
         return None

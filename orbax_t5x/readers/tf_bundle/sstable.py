@@ -1,4 +1,6 @@
-"""LevelDB tables, read from end to end: the index of a TensorFlow bundle is one.
+"""LevelDB tables, read from end to end.
+
+The index of a TensorFlow bundle is such a table.
 
 A table is blocks of sorted, prefix-compressed entries, an index block with their offsets, and a footer with
 where that is. Everything is proven before it is used: a length is compared with the file and the limits before anything
@@ -32,17 +34,26 @@ _MASK_DELTA = 0xA282EAD8
 
 
 class BadVarint(ValueError):
-    """Error of bytes that are no varint of at most 64 bits; becomes a typed error where file and leaf are known."""
+    """Error of bytes that are no varint of at most 64 bits.
+
+    It becomes a typed error as soon as file and leaf are known.
+    """
 
 
 def unmask(masked: int) -> int:
-    """Returns the checksum that LevelDB and TensorFlow store as `masked`: a crc over data that holds crcs is weak."""
+    """Returns the checksum behind a `masked` checksum.
+
+    LevelDB and TensorFlow mask them: a crc over data that holds crcs is weak.
+    """
     rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
     return ((rotated >> 17) | (rotated << 15)) & 0xFFFFFFFF
 
 
 def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Reads the varint at `at`, which must end before `end`; returns it and the position behind it."""
+    """Reads the varint at `at`; returns it and the next position.
+
+    It must end before `end`.
+    """
     value = shift = 0
     for place in range(at, min(end, at + _MAX_VARINT_BYTES)):
         byte = data[place]
@@ -78,7 +89,10 @@ def is_table(file: StoredFile) -> bool:
 
 
 class Table:
-    """An opened table: the footer and the index block are read, the data blocks are as they are iterated."""
+    """An opened table with its footer and index block.
+
+    The data blocks are read as they are iterated.
+    """
 
     def __init__(self, file: StoredFile, limits: Limits):
         self._file = file
@@ -121,7 +135,10 @@ class Table:
             )
 
     def _read_index(self, index: _Handle, meta: _Handle) -> list[tuple[bytes, _Handle]]:
-        """Reads (separator key, handle) of each data block; they follow one another, apart from the index."""
+        """Reads the separator key and handle of each data block.
+
+        The blocks follow one another, apart from the index.
+        """
         blocks: list[tuple[bytes, _Handle]] = []
         reached = 0
         last = b""

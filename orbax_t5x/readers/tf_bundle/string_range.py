@@ -1,4 +1,6 @@
-"""The string tensors of a TensorFlow bundle: varint lengths, a checksum over them, then the strings end to end.
+"""The string tensors of a TensorFlow bundle.
+
+Varint lengths, a checksum over them, then the strings end to end.
 
 The offset of a string follows only from all lengths, so an entry is read whole for any box. Nothing is sized
 by the number of elements that an entry claims before that number of lengths has been found in its bytes.
@@ -28,7 +30,10 @@ _MAX_LENGTH_BYTES = 9
 
 
 class _Strings(NamedTuple):
-    """The decoded entry: string i is data[ends[i] - lengths[i] : ends[i]]."""
+    """Decoded entry.
+
+    String i is data[ends[i] - lengths[i] : ends[i]].
+    """
 
     data: bytearray
     ends: np.ndarray
@@ -94,7 +99,10 @@ class StringRange(StoredRange):
 
 
 def _lengths(data: np.ndarray, count: int) -> tuple[np.ndarray | None, int]:
-    """Reads `count` varints; returns them and the position behind them, None where there are no such."""
+    """Reads `count` varints and the next position, or None.
+
+    None: the bytes are no such varints.
+    """
     if not count:
         return np.zeros(0, np.int64), 0
     if count > data.size:
@@ -115,7 +123,10 @@ def _lengths(data: np.ndarray, count: int) -> tuple[np.ndarray | None, int]:
 
 
 def _as_summed(lengths: np.ndarray) -> bytes:
-    """Returns the lengths as TensorFlow sums them: 32 bits each, 64 where that is not enough."""
+    """Encodes the lengths as TensorFlow sums them.
+
+    32 bits each, 64 if that is not enough.
+    """
     if not lengths.size or int(lengths.max()) < 1 << 32:
         return lengths.astype("<u4").tobytes()
     return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())
