@@ -145,8 +145,8 @@ class RulePack(Chain):
             return all(part.has_inverse for part in self._joined if isinstance(part, RulePack))
         return bool(self.back) or not self.steps
 
-    def inverse(self) -> RulePack:
-        """Returns the pack in the other direction.
+    def inverse(self, source: Any = None) -> RulePack:
+        """Returns the pack in the other direction; `source` is not needed.
 
         Raises:
           RestorePlanError: there is none.

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.errors import Fix
+from orbax_t5x.errors import Fix, for_caller
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.keys import as_keys, key_data
 from orbax_t5x.provenance.digests import qualified_name
@@ -92,7 +92,7 @@ def _run_function(
 def _record_raised(name: str, error: Exception, diagnostics: Diagnostics) -> None:
     """Records what a caller's code raised; errors of the machine are raised again."""
     if isinstance(error, OSError | MemoryError):
-        raise error
+        raise for_caller(error)
     advice = "; ".join(getattr(error, "__notes__", ()))
     fix = Fix(advice) if advice else None
     diagnostics.problem("transform", None, f"{name} raised {type(error).__name__}: {error}", fix)
