@@ -1,1 +1,4 @@
-"""Bytes: files inside a root, limits, checksums, strict parsing, and the threads that read."""
+"""Bytes: files inside a root, limits, checksums and parsing.
+
+Parsing is strict. The threads that read are here, too.
+"""

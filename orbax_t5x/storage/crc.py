@@ -1,4 +1,6 @@
-"""Checksums of a whole from the checksums of its parts, for the two polynomials that checkpoints use.
+"""Checksums of a whole from the checksums of its parts.
+
+For the two polynomials that checkpoints use.
 
 A checkpoint keeps one checksum per tensor, but a sharded read sees pieces of it, in several processes. A crc is linear:
 appending n bytes maps the checksum by a fixed 32 x 32 bit matrix, so the checksum of a whole is the xor of its parts'
@@ -42,14 +44,20 @@ class Crc:
     """
 
     def __init__(self, name: str, polynomial: int, extend: Callable[[int, Any], int]):
-        """Holds a checksum's polynomial, bits reflected, and the function that extends a crc by contiguous bytes."""
+        """Holds a polynomial (bits reflected) and its crc function.
+
+        The function extends a crc by contiguous bytes.
+        """
         self.name: str = name
         self._polynomial = polynomial
         self.extend: Callable[[int, Any], int] = extend
         self._table_of = functools.lru_cache(maxsize=1 << 10)(self._make_table)
 
     def move(self, crc: int, distance: int) -> int:
-        """Returns the contribution of a checksum to that of a whole in which `distance` bytes follow it."""
+        """Moves a part's checksum over the `distance` bytes after it.
+
+        The result is its contribution to the checksum of the whole.
+        """
         tables = self._table_lists
         k = 0
         while distance:
@@ -61,7 +69,9 @@ class Crc:
         return crc
 
     def combine_spread(self, crcs: np.ndarray, stride: int) -> int:
-        """Returns the contribution of equal ranges, one every `stride` bytes, to the checksum that ends with the last.
+        """Combines the checksums of equally spaced equal ranges.
+
+        They begin every `stride` bytes. The result is their contribution to the checksum that ends with the last.
 
         The checksum of a whole is the xor of what its ranges add: those of other ranges between them may come from
         elsewhere.
@@ -76,7 +86,10 @@ class Crc:
         return self.combine_spread(_apply(self._table_of(stride), crcs[0::2]) ^ crcs[1::2], 2 * stride)
 
     def combine(self, crcs: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> int:
-        """Returns the checksum of a concatenation, from the checksum and the length in bytes of each range."""
+        """Returns the checksum of a concatenation of ranges.
+
+        Each range is given by its checksum and length in bytes.
+        """
         if len(crcs) != len(lengths):
             raise ValueError(f"{len(crcs)} checksums for {len(lengths)} lengths")
         if len(crcs) <= _FEW_PARTS:
@@ -90,7 +103,10 @@ class Crc:
 
     @functools.cached_property
     def _tables(self) -> np.ndarray:
-        """The checksums [k, j, b] of byte b at position j and zeros elsewhere, moved by 2**k bytes."""
+        """The moved checksums of single bytes as tables.
+
+        [k, j, b] is that of byte b at position j and zeros elsewhere, moved by 2**k bytes.
+        """
         one_byte = np.arange(256, dtype=np.uint32)
         for _ in range(8):
             shifted = one_byte >> np.uint32(1)
@@ -114,7 +130,10 @@ class Crc:
         return moved
 
     def _make_table(self, distance: int) -> np.ndarray:
-        """Returns the matrix that moves a checksum by this many bytes, as four tables of 256."""
+        """Returns the matrix that moves a checksum by this many bytes.
+
+        It is in four tables of 256.
+        """
         places = np.arange(256, dtype=np.uint32)[None, :] << np.array([[0], [8], [16], [24]], np.uint32)
         if not distance:
             return places

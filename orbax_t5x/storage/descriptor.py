@@ -9,7 +9,9 @@ from typing import Self
 
 
 class Descriptor:
-    """Open file descriptor, closed by `close` or when nothing refers to it any more.
+    """Open file descriptor.
+
+    It is closed by `close` or when nothing refers to it any more.
 
     Opening and closing are one call of the interpreter each, so that an exception of a signal handler finds the
     descriptor open and kept here, or not open.
@@ -18,7 +20,10 @@ class Descriptor:
     __slots__ = ("_numbers",)
 
     def __init__(self, path: str | os.PathLike[str], flags: int, *, directory: int | None = None):
-        """Opens a path as `os.open` does, with its errors; `directory`: the descriptor that it is relative to."""
+        """Opens a path as `os.open` does, with its errors.
+
+        The path is relative to the descriptor `directory`.
+        """
         self._numbers: list[int] = []
         self._numbers.extend(map(functools.partial(os.open, mode=0o666, dir_fd=directory), (path,), (flags,)))
 
@@ -28,7 +33,10 @@ class Descriptor:
         return self._numbers[0]
 
     def close(self, _close: Callable[[int], None] = os.close) -> None:
-        """Closes the descriptor; may be called again, and by the interpreter at its end, when `os` is gone."""
+        """Closes the descriptor.
+
+        It may be called again, and by the interpreter at its end, when `os` is gone.
+        """
         list(map(_close, map(self._numbers.pop, (-1,) * len(self._numbers))))
 
     def __del__(self) -> None:

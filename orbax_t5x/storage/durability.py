@@ -1,4 +1,4 @@
-"""Makes local files and directories durable: what they hold survives a loss of power from then on."""
+"""Makes local files and directories survive a loss of power."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync_directory(directory: Path) -> None:
-    """Syncs the entries of a local directory, and the files directly in it."""
+    """Syncs a local directory's entries, and the files directly in it."""
     for entry in os.scandir(directory):
         if entry.is_file(follow_symlinks=False):
             sync_path(entry.path)
@@ -15,7 +15,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_path(path: str | os.PathLike[str]) -> None:
-    """Syncs one file, or the entries of one directory."""
+    """Syncs a file, or the entries of a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

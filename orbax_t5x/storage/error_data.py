@@ -1,4 +1,7 @@
-"""Errors of checkpoints as plain data, to be raised with the same type and text on another process."""
+"""Errors of checkpoints as plain data for other processes.
+
+They are raised there with the same type and text.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ _KINDS = {
 
 
 def error_as_data(error: BaseException) -> list[Any] | None:
-    """Returns an error as what JSON holds; None for one that is raised on its own process only."""
+    """Encodes an error as JSON data, or None if it is local.
+
+    A local error is raised on its own process only.
+    """
     name = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), None)
     if not isinstance(error, CheckpointError) or name is None:
         return None
@@ -54,7 +60,10 @@ def error_from_data(data: Sequence[Any], suffix: str = "") -> CheckpointError:
 
 
 def _fix_as_data(way: Fix) -> list[Any]:
-    """Returns a fix without alternatives for JSON: words, scope and keyword arguments, a value to choose as []."""
+    """Encodes a fix without alternatives as JSON data.
+
+    Words, scope and keyword arguments; a value to choose is [].
+    """
     arguments = {name: [] if value is ... else [value] for name, value in way.arguments.items()}
     if way.transforms or not all(isinstance(value, str | bool) for given in arguments.values() for value in given):
         return [way.text, "program", {}]

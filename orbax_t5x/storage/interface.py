@@ -1,4 +1,4 @@
-"""Interface of readers to bytes: the files below one root, and each file.
+"""Interface of readers to bytes: a root's files and each file.
 
 `LocalFiles` is a directory of this machine: names are walked with file descriptors, reads are `preadv`. `RemoteFiles`
 is a prefix of a bucket or of a web server: files are objects, reads are requests for byte ranges. Readers know neither;
@@ -18,7 +18,10 @@ from orbax_t5x.storage.values import Values
 
 
 class ReadAhead(Protocol):
-    """Reads in the order in which they were announced, so that a remote store may begin them early."""
+    """Reads in the order of their announcement.
+
+    A remote store may begin them early.
+    """
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Implements `StoredFile.read_into`."""
@@ -50,12 +53,18 @@ class StoredFile(FilePlace, Protocol):
 
     @property
     def size(self) -> int:
-        """The size in bytes. For remote files this costs several requests, because TensorStore exposes no stat."""
+        """The size in bytes.
+
+        For remote files this costs several requests, because TensorStore exposes no stat.
+        """
         ...
 
     @property
     def known_size(self) -> int | None:
-        """The size, or None if it takes a request."""
+        """The size, or None.
+
+        None: it takes a request.
+        """
         ...
 
     def require_size(self, size: int) -> bool:
@@ -63,7 +72,10 @@ class StoredFile(FilePlace, Protocol):
         ...
 
     def load(self, limit: int) -> None:
-        """Announces that the whole file, of at most `limit` bytes, will be read: a remote store fetches it at once."""
+        """Announces that the whole file will be read.
+
+        It has at most `limit` bytes; a remote store fetches it at once.
+        """
         ...
 
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
@@ -77,11 +89,16 @@ class StoredFile(FilePlace, Protocol):
         ...
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Fills buffers (contiguous, of any dtype) with bytes as they are, from `offset`; errors as `read`."""
+        """Fills buffers with a file's bytes from `offset` on.
+
+        They are contiguous, of any dtype, and the bytes as they are; errors as `read`.
+        """
         ...
 
     def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
-        """Announces reads of (offset, size); the result reads exactly these, in this order.
+        """Announces reads of (offset, size).
+
+        The result reads exactly these, in this order.
 
         Args:
           ranges: to read.
@@ -91,7 +108,9 @@ class StoredFile(FilePlace, Protocol):
         ...
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """Proves that the bytes read so far are as the file held them when the checkpoint was opened.
+        """Proves that the file is unchanged since the opening.
+
+        This holds for the bytes read so far.
 
         Raises:
           CheckpointGoneError: it is not.
@@ -105,7 +124,9 @@ class StoredFile(FilePlace, Protocol):
 
 
 class Snapshot(Protocol):
-    """Files that TensorStore reads by itself, remembered as they were when the checkpoint was opened.
+    """Record of files at the opening, for later checks.
+
+    TensorStore reads these files by itself.
 
     Attributes:
       clock: of the remote store that holds them; None for local files.
@@ -116,7 +137,10 @@ class Snapshot(Protocol):
     is_for_all: bool
 
     def are_stored(self, names: Sequence[str]) -> list[bool]:
-        """Reports for each name whether it is a file in the directory of the array; blocks."""
+        """Tests for each name if it is a file beside the array.
+
+        It blocks.
+        """
         ...
 
     def was_checked(self, execution: object) -> bool:
@@ -129,7 +153,9 @@ class Snapshot(Protocol):
 
 
 class ArrayDirectory(NamedTuple):
-    """Directory of one array that TensorStore reads by itself, with the bytes of its metadata file.
+    """Directory of an array that TensorStore reads by itself.
+
+    The bytes of its metadata file come with it.
 
     `identity` is equal for two names of the same directory; `kvstore` is that of `Files.kvstore`; `files` are as they
     were before the metadata were read.
@@ -161,14 +187,17 @@ class Look(NamedTuple):
 
 
 class Subdirectories(NamedTuple):
-    """The names of what may be directories in a directory, and of links that lead out, to whatever it is."""
+    """Possible directories in a directory, and links that lead out.
+
+    The links may lead to whatever they like.
+    """
 
     inside: list[str]
     outside: list[str]
 
 
 class Files(FilePlace, Protocol):
-    """Files below one root, and the root itself.
+    """Files below a root, and the root itself.
 
     `path` is the root: a directory, resolved, or a URL without a slash at its end.
 
@@ -187,19 +216,31 @@ class Files(FilePlace, Protocol):
         ...
 
     def is_file(self) -> bool:
-        """Reports whether the root is a file, or a link to a file; nothing is opened."""
+        """Tests if the root is a file, or a link to it.
+
+        Nothing is opened.
+        """
         ...
 
     def is_directory(self) -> bool:
-        """Reports whether the root is a directory, or a link to it; of a URL, whether files are below it."""
+        """Tests if the root is a directory, or a link to it.
+
+        Of a URL, if files are below it.
+        """
         ...
 
     def names(self) -> list[str]:
-        """Lists the names in the root, sorted; a remote store may list only files that mark a checkpoint."""
+        """Lists the names in the root, sorted.
+
+        A remote store may list only files that mark a checkpoint.
+        """
         ...
 
     def subdirectories(self) -> Subdirectories:
-        """Lists the directories in the root; links in it are followed as far as they stay inside."""
+        """Lists the directories in the root.
+
+        Links in it are followed as far as they stay inside.
+        """
         ...
 
     # -- names below
@@ -209,11 +250,17 @@ class Files(FilePlace, Protocol):
         ...
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
-        """Returns the path of a file or directory inside the root; locally it exists and is resolved."""
+        """Returns the path of a file or directory inside the root.
+
+        Locally it exists and is resolved.
+        """
         ...
 
     def exists(self, name: str = "") -> bool:
-        """Reports whether something has this name, a dangling symlink included; remotely, whether it is a file."""
+        """Tests if a name exists, a dangling symlink included.
+
+        Remotely, it tests for a file.
+        """
         ...
 
     def has_file(self, name: str) -> bool:
@@ -232,7 +279,9 @@ class Files(FilePlace, Protocol):
         ...
 
     def look(self, name: str = "", *, head: int, tail: int) -> Look:
-        """Looks at the root, or at a name below it, of which only a file is read; never blocks.
+        """Looks at the root, or a name below it.
+
+        Of the name only a file is read. It never blocks.
 
         Args:
           name: below the root; "" for the root.
@@ -244,11 +293,14 @@ class Files(FilePlace, Protocol):
         ...
 
     def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
-        """Reads all bytes of a file, at most `limit`; `bound` is the name of that limit in errors."""
+        """Reads all bytes of a file, at most `limit`.
+
+        `bound` is the name of that limit in errors.
+        """
         ...
 
     def read_end(self, name: str, size: int) -> bytes:
-        """Reads the last `size` bytes of a file, or all of a shorter one."""
+        """Reads the last `size` bytes of a file, or a shorter file."""
         ...
 
     def file(self, name: str, *, leaf: str | None = None) -> StoredFile:
@@ -266,7 +318,10 @@ class Files(FilePlace, Protocol):
     # -- announcements, which cost nothing locally
 
     def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
-        """Announces files that will be statted, some beside the root, so that a remote store batches them."""
+        """Announces stats of files, so that a remote store batches them.
+
+        Some may be beside the root.
+        """
         ...
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
@@ -276,34 +331,54 @@ class Files(FilePlace, Protocol):
     # -- what TensorStore reads by itself
 
     def kvstore(self, name: str) -> dict[str, Any] | Values:
-        """Returns TensorStore's spec of a directory, without the slash at the path's end; "" for the root.
+        """Returns TensorStore's spec of a directory.
+
+        There is no slash at the path's end; "" is the root.
 
         Of a web server, which TensorStore does not read, the values by key.
         """
         ...
 
     def entries(self, name: str) -> dict[str, bool]:
-        """Lists a directory, all of it if the store does that at once: by name, whether it is a directory."""
+        """Lists a directory: by name, if it is a directory.
+
+        It is complete if the store lists all at once.
+        """
         ...
 
     def require_plain(self, name: str, *, leaf: str | None = None) -> None:
-        """Checks that a directory holds plain files alone, at any depth, if a library opens them by their names."""
+        """Checks that a directory holds only plain files, at any depth.
+
+        For a library that opens them by their names.
+        """
         ...
 
     def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Snapshot:
-        """Remembers files and directories; of a remote store, only the file `metadata`, which describes them."""
+        """Remembers files and directories.
+
+        Of a remote store it remembers only the file `metadata`, which describes them.
+        """
         ...
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        """Opens the directory of an array once and returns all that opening it needs; see `snapshot`."""
+        """Opens the directory of an array once.
+
+        Returns all that opening the array needs; see `snapshot`.
+        """
         ...
 
     def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
-        """Runs a check of files that a library reads by itself; `what` and `name` say which."""
+        """Runs a check of files that a library reads by itself.
+
+        `what` and `name` are for its errors.
+        """
         ...
 
     def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
-        """Returns an array's metadata if opening it need not read them, or None."""
+        """Returns an array's metadata, or None.
+
+        None: opening it has to read them.
+        """
         ...
 
     def note_array(self, array: Any) -> None:

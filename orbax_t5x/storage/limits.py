@@ -1,4 +1,4 @@
-"""Limits on the resources that a checkpoint may take from the process that opens it."""
+"""Limits on a checkpoint's claims to its opener's resources."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def check_limits(limits: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds on the claims of a file's headers; beyond one is a `LimitExceededError`, before anything is allocated.
+    """Bounds on the claims of a file's headers.
+
+    A claim beyond its bound is a `LimitExceededError`, before anything is allocated.
 
     All are positive numbers: a bound of zero or less is a ValueError, because nothing could be opened under it, and
     what is no number is a TypeError.
@@ -97,7 +99,7 @@ class Limits:
                 raise ValueError(f"Limits({field.name}={value!r}): a limit must be positive")
 
     def require_shape(self, shape: Sequence[int], dtype: np.dtype) -> None:
-        """Refuses an array of too many dimensions, or of more bytes than can be counted.
+        """Refuses too many dimensions, or uncountably many bytes.
 
         A zero among the sizes counts as one: NumPy takes (0, 2**62) for too large, too, and other dimensions of such an
         array may be read by themselves.
@@ -119,7 +121,7 @@ class Limits:
             raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {self.rank}")
 
     def require_name(self, name: str, path: str) -> None:
-        """Refuses a name of a leaf that is too long or too deep.
+        """Refuses a leaf's name that is too long or too deep.
 
         Args:
           name: '/'-joined; it has a UTF-8 form.
@@ -135,7 +137,10 @@ class Limits:
             )
 
     def require_name_length(self, nbytes: int, path: str) -> None:
-        """Refuses a name of so many bytes, which need not be joined yet; see `require_name`."""
+        """Refuses a name's length before the name is joined.
+
+        It is in bytes; see `require_name`.
+        """
         if nbytes > self.name_bytes:
             raise LimitExceededError(f"a name of more than Limits.name_bytes = {self.name_bytes} bytes", path=path)
 

@@ -1,4 +1,6 @@
-"""A directory of this machine as `Files`: the only code that reads array bytes from local files.
+"""A directory of this machine as `Files`.
+
+This is the only code that reads array bytes from local files.
 
 A `File` is checked and measured when the checkpoint is opened (`stat`, no read), opened on the first read and kept
 open. Its size, modification time and inode are compared with those measured whenever it is opened, and by
@@ -46,7 +48,9 @@ _MAX_BUFFERS = 1024
 
 
 class File:
-    """Regular file inside a root. Made by `LocalFiles.file`; reads may come from any thread.
+    """Regular file inside a root.
+
+    `LocalFiles.file` makes it; reads may come from any thread.
 
     Attributes:
       name: relative to the root.
@@ -66,7 +70,10 @@ class File:
         self.size: int = found.st_size
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Fills buffers (contiguous, of any dtype) with bytes as they are, one after the other, from `offset`."""
+        """Fills buffers in order with the bytes from `offset` on.
+
+        They are contiguous, of any dtype.
+        """
         if is_held(self) and fill_held(self, offset, buffers):
             self.require_open()
             return
@@ -97,7 +104,9 @@ class File:
         return self
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """Proves that the file is what it was when the checkpoint was opened; to be called after reading.
+        """Proves that the file is unchanged since the opening.
+
+        It is to be called after reading.
 
         It costs one `fstat`. A file that is the same then was the same before.
         """
@@ -167,7 +176,7 @@ class File:
 
 
 def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
-    """Returns views of the buffers that are still to fill after their first `done` bytes."""
+    """Returns the rest of the buffers after `done` bytes."""
     rest: list[np.ndarray] = []
     for buffer in buffers:
         if done < buffer.nbytes:
@@ -374,7 +383,7 @@ class LocalFiles(Root, Files):
             return opened.number
 
     def release(self, file: File) -> None:
-        """Ends one use of a descriptor."""
+        """Ends a use of a descriptor."""
         with self._lock:
             users = self._users[file.name] - 1
             if users:
@@ -395,7 +404,10 @@ class LocalFiles(Root, Files):
             return file.open(leaf)
 
     def _close_idle(self, keep: int) -> None:
-        """Closes the files unused for longest, until at most `keep` are open or all the others are in use."""
+        """Closes the files unused for longest.
+
+        At most `keep` stay open, or only files in use.
+        """
         idle = [name for name in self._open if name not in self._users]
         for name in idle[: max(0, len(self._open) - keep)]:
             self._open.pop(name).close()
@@ -450,7 +462,7 @@ class LocalFiles(Root, Files):
 
 
 def _look_at(opened: Descriptor, found: os.stat_result, path: str, head: int, tail: int) -> Look:
-    """Reads the first and last bytes of an open file, and closes it."""
+    """Reads an open file's first and last bytes, and closes it."""
     try:
         if not stat.S_ISREG(found.st_mode):
             return Look("special")
@@ -468,7 +480,10 @@ def _file_kvstore(path: str) -> dict[str, Any]:
 
 
 def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
-    """Reads all bytes of a regular file in an open directory; None for anything else, and on failure."""
+    """Reads a regular file in an open directory, or returns None.
+
+    None for anything else, and on failure.
+    """
     try:
         fd = os.open(name, FILE_FLAGS, dir_fd=directory)
         try:

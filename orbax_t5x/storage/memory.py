@@ -1,4 +1,4 @@
-"""The most memory that this process can have, and arrays that are not larger than that.
+"""This process's most memory, and arrays that fit into it.
 
 What a file claims about an array decides how much memory is allocated, and too much ends badly: Python's
 own error names no file, a library below may end the process, and a kernel that promises more than it has ends it later.
@@ -32,7 +32,10 @@ HUGE_PAGE_BYTES = 1 << 22
 
 
 def most_memory_bytes() -> int:
-    """Returns the smallest of physical memory, the control groups' limits and the room that RLIMIT_AS leaves."""
+    """Returns the most memory that this process can have.
+
+    It is the least of physical memory, the control groups' limits and the room that RLIMIT_AS leaves.
+    """
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits = [_PHYSICAL_BYTES, *_cgroup_limits()]
     if address_space != resource.RLIM_INFINITY:
@@ -41,7 +44,10 @@ def most_memory_bytes() -> int:
 
 
 def address_space_bytes() -> int:
-    """Returns the address space that this process has taken; 0 where the system does not report it."""
+    """Returns the address space that this process has taken.
+
+    0: the system does not report it.
+    """
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
     except OSError:
@@ -58,7 +64,10 @@ def _cgroup_limits() -> tuple[int, ...]:
 
 
 def cgroup_limits(groups: str, mount: Path) -> Iterator[int]:
-    """Yields the memory limits of control groups (lines of `/proc/self/cgroup`) and of those around them."""
+    """Yields the memory limits of control groups and their ancestors.
+
+    The groups are lines of `/proc/self/cgroup`.
+    """
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -76,7 +85,10 @@ def cgroup_limits(groups: str, mount: Path) -> Iterator[int]:
 
 
 def _read_limit(file: Path) -> int | None:
-    """Reads the number in a file; None for none, and for the word `max`."""
+    """Reads the number in a file, or None.
+
+    None also for the word `max`.
+    """
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -84,13 +96,19 @@ def _read_limit(file: Path) -> int | None:
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Refuses an allocation that cannot fit into the memory of this process; the caller names file and leaf."""
+    """Refuses an allocation beyond this process's memory.
+
+    The caller names file and leaf.
+    """
     if nbytes > UNCHECKED_BYTES and nbytes > (most := most_memory_bytes()):
         raise LimitExceededError(f"{what} takes {nbytes} bytes, and this process can have {most}")
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Allocates an uninitialised array whose shape a file may have claimed; the caller names file and leaf."""
+    """Allocates an array of a shape that a file claims.
+
+    It is uninitialised. The caller names file and leaf.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > UNCHECKED_BYTES:
         require_memory(nbytes, _array_text(shape, dtype))
@@ -117,7 +135,9 @@ def strided(array: np.ndarray, shape: Sequence[int], strides: Sequence[int], *, 
 
 
 def _use_small_pages(array: np.ndarray) -> None:
-    """Takes back that NumPy asked for huge pages for an array that nothing was written to yet.
+    """Undoes NumPy's request for huge pages.
+
+    Nothing was written to the array yet.
 
     They save a tenth where memory is at hand. On virtual machines whose host gives memory as it is touched, and where
     the kernel has to make room for them first, they cost several times what small pages do. With the variable
@@ -133,7 +153,10 @@ def _use_small_pages(array: np.ndarray) -> None:
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """Returns the system's `madvise`; None where there is none or it knows no huge pages."""
+    """Returns the system's `madvise`, or None.
+
+    None also if it knows no huge pages.
+    """
     if not hasattr(mmap, "MADV_NOHUGEPAGE"):
         return None
     madvise = ctypes.CDLL(None).madvise
@@ -146,12 +169,15 @@ def _array_text(shape: Sequence[int], dtype: np.dtype) -> str:
 
 
 def naming_memory_errors(path: str | None, leaf: str) -> AbstractContextManager[None]:
-    """Types errors about memory, and adds the file and the leaf for which it was requested."""
+    """Types errors about memory, with their file and leaf."""
     return _NamedMemoryErrors(path or None, leaf)
 
 
 class _NamedMemoryErrors(AbstractContextManager[None]):
-    """Context of `naming_memory_errors`; a class, because one is entered for each leaf."""
+    """Context of `naming_memory_errors`.
+
+    It is a class, because it is entered for each leaf.
+    """
 
     __slots__ = ("_leaf", "_path")
 

@@ -1,4 +1,6 @@
-"""Names from files become files inside a root, or an error: the only code that joins an untrusted name to a path.
+"""Untrusted names become files inside a root, or an error.
+
+This is the only code that joins them to a path.
 
 The path that the caller gives is trusted and resolved once; it becomes a `Root`. Below it every component is opened
 relative to the directory before it and never followed by the kernel: symlinks are read and walked here, so that no
@@ -52,19 +54,28 @@ _KINDS = {
 
 
 def url_scheme(path: str) -> str | None:
-    """Returns the scheme of a path that is a URL (`gs`, `s3`, `https`), in lower case; None for a local path."""
+    """Returns a URL's scheme (`gs`, `s3`, `https`), or None.
+
+    It is in lower case; None for a local path.
+    """
     match = _URL.match(path)
     return match["scheme"].lower() if match else None
 
 
 def shared_path(path: str) -> str:
-    """Returns a path as every host of a job has it: of files in the hub's cache their URL on the hub."""
+    """Returns a path as every host of a job has it.
+
+    For files in the hub's cache it is their URL on the hub.
+    """
     match = _HUB_FILE.fullmatch(path)
     return path if match is None else f"hf://{match['org']}/{match['name']}@{match['commit']}{match['file'] or ''}"
 
 
 def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -> list[str]:
-    """Splits a name that a file gave; refuses absolute and empty ones, `..`, NUL, a backslash and encoded dots."""
+    """Splits a name that a file gave.
+
+    Absolute and empty names, `..`, NUL, a backslash and encoded dots are refused.
+    """
     parts = name.split("/")
     problem = None
     if not name:
@@ -85,7 +96,7 @@ def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -
 
 
 def is_name(text: object) -> bool:
-    """Reports whether a value from a file is the name of one file or directory, and no path."""
+    """Tests if a file's value is a single name, and no path."""
     if not isinstance(text, str):
         return False
     try:
@@ -103,7 +114,7 @@ def _encodable(name: str) -> bool:
 
 
 def _os_error(error: OSError, path: str, leaf: str | None, doing: str) -> Exception:
-    """Types an error of the operating system about a path inside the root."""
+    """Types an OS error about a path inside the root."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return CheckpointNotFoundError("no such file", path=path, leaf=leaf)
     if error.errno == errno.ENAMETOOLONG:
@@ -121,7 +132,10 @@ def io_error(error: OSError, doing: str, *, path: str, leaf: str | None = None) 
 
 
 class FileIdentity(NamedTuple):
-    """Size, modification time and inode: they differ after a replacement of a file and after a write to it."""
+    """Size, modification time and inode of a file.
+
+    They differ after a replacement of the file and after a write to it.
+    """
 
     size: int
     modified_ns: int
@@ -134,7 +148,9 @@ class FileIdentity(NamedTuple):
 
 
 class Root:
-    """Directory that the caller named, and that names from files may not leave.
+    """Directory that names from files may not leave.
+
+    The caller has named it.
 
     Attributes:
       named: the absolute path, with symlinks as the caller gave them.
@@ -158,7 +174,10 @@ class Root:
 
     @contextmanager
     def _walk(self, name: str, leaf: str | None) -> Generator[tuple[int, str | None, str], None, None]:
-        """Yields (directory fd, last component or None for the directory itself, its resolved path)."""
+        """Yields (directory fd, last component, resolved path).
+
+        The component is None for the directory itself.
+        """
         walker = _PathWalker(self, name, leaf)
         try:
             yield walker.run()
@@ -187,7 +206,10 @@ class Root:
             return opened, found
 
     def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
-        """Returns the stat of the file that `open` would open, with the same errors."""
+        """Returns the stat of the file that `open` would open.
+
+        Its errors are the same.
+        """
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
@@ -196,7 +218,10 @@ class Root:
             return found
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
-        """Returns the resolved path of an existing file or directory inside the root; errors as `open`."""
+        """Returns the resolved path of an existing name in the root.
+
+        A name of a file or directory; errors as `open`.
+        """
         with self._walk(name, leaf) as (directory, last, path):
             if last is not None:
                 os.stat(last, dir_fd=directory, follow_symlinks=False)
@@ -210,7 +235,7 @@ def _require_regular(found: os.stat_result, path: str, leaf: str | None) -> None
 
 
 class _PathWalker:
-    """One walk from a root down a name, holding a directory fd per level."""
+    """A walk from a root down a name, an fd per level."""
 
     def __init__(self, root: Root, name: str, leaf: str | None):
         self._root = root
@@ -288,7 +313,10 @@ class _PathWalker:
             self._pending.extend(reversed(target.split("/")))
 
     def _hub_blob(self, target: str) -> tuple[str, list[str]] | None:
-        """Returns directory and name of a blob, where a snapshot of the hub cache links to one and nothing follows."""
+        """Returns directory and name of a blob of the hub's cache.
+
+        A snapshot links to it, and nothing follows the link.
+        """
         blob, snapshot = _HUB_BLOB.fullmatch(target), _HUB_SNAPSHOT.fullmatch(self._root.path)
         if blob and snapshot and blob["cache"] == snapshot["cache"] and not self._pending:
             return blob["cache"] + "/blobs", [blob["blob"]]

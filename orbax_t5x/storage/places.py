@@ -1,4 +1,7 @@
-"""Files of a path as callers give it, and the opening that their calls share; nothing else asks if a path is a URL."""
+"""Files of a caller's path, and the opening that calls share.
+
+Nothing else asks if a path is a URL.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ _remote_files = on_demand.function("orbax_t5x.storage.remote.remote_store", "Rem
 
 
 class Recorder(Protocol):
-    """Maker of files whose answers are recorded for other processes, or come from another process."""
+    """Maker of files with answers shared between processes.
+
+    Answers are recorded for other processes, or come from another process.
+    """
 
     def local(self, path: str) -> Files:
         """Makes the files of a local path."""
@@ -36,7 +42,7 @@ class Recorder(Protocol):
 
 
 class Opening:
-    """Connections of one call, by server and bucket.
+    """Connections of a call, by server and bucket.
 
     Attributes:
       timeout: seconds that one read of a remote store may take.
@@ -48,7 +54,10 @@ class Opening:
         self.connections: dict[str, Any] = {}
 
     def close_idle(self) -> None:
-        """Closes the connections that no request uses; reading opens new ones."""
+        """Closes the connections that no request uses.
+
+        Reading opens new connections.
+        """
         for connection in self.connections.values():
             connection.close_idle()
 
@@ -58,7 +67,7 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("orbax_t5x_recorder", defaul
 
 
 def current_opening() -> Opening:
-    """Returns the opening that runs, or a new one."""
+    """Returns the opening that runs, or a new opening."""
     return _OPENING.get() or Opening(Limits().io_timeout_secs)
 
 
@@ -68,7 +77,10 @@ def current_recorder() -> Recorder | None:
 
 
 def answered(request: Sequence[Any], ask: Callable[[], _Result]) -> _Result:
-    """Asks a question that belongs to no files yet, such as for the commit of a repository; see `Transcript.answer`."""
+    """Asks a question that belongs to no files yet.
+
+    Such as for the commit of a repository; see `Transcript.answer`.
+    """
     recorder = current_recorder()
     return ask() if recorder is None else recorder.transcript.answer(request, ask)
 
@@ -85,7 +97,9 @@ def recording(recorder: Recorder) -> Generator[None, None, None]:
 
 @contextmanager
 def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
-    """Keeps one connection per server and bucket, which caches its responses, while it is entered.
+    """Shares connections during a call.
+
+    It keeps one per server and bucket, which caches its responses, while it is entered.
 
     An opening inside another is the same.
     """
@@ -106,7 +120,9 @@ def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
 
 
 def files_at(path: str) -> Files:
-    """Makes the files of a directory or file, local or behind a URL; looks at nothing local yet.
+    """Makes the files of a directory or file, local or remote.
+
+    It looks at nothing local yet.
 
     Raises:
       UnsupportedCheckpointError: no store is behind the URL.
@@ -118,7 +134,10 @@ def files_at(path: str) -> Files:
 
 
 def open_directory_of(path: str) -> tuple[Files, str]:
-    """Makes the files of the directory of a file that the caller named, whose symlink is followed; returns its name."""
+    """Makes the files of a named file's directory.
+
+    The file's symlink is followed; its name is returned, too.
+    """
     file = files_at(path)
     directory, name = os.path.split(file.path if file.is_link() else file.named)
     return files_at(directory), name

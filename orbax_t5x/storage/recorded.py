@@ -1,4 +1,6 @@
-"""Files whose answers are recorded for the other processes of a job, or were given on the process that recorded them.
+"""Files with answers shared between a job's processes.
+
+They are recorded for the other processes, or were given on the process that recorded them.
 
 Of a received answer inodes and modification times may be of another disk: such files are compared by their sizes, until
 this process has seen them itself.
@@ -26,7 +28,9 @@ from orbax_t5x.storage.tree_checks import TreeSnapshot
 
 
 class TranscriptRecorder:
-    """Maker of files that record into a transcript, or answer from it; implements `Recorder`.
+    """Maker of files that record into a transcript, or answer from it.
+
+    It implements `Recorder`.
 
     Attributes:
       transcript: of one opening.
@@ -48,7 +52,10 @@ class TranscriptRecorder:
 
 @contextmanager
 def using(transcript: Transcript) -> Generator[None, None, None]:
-    """Records the answers of one opening, or takes them from a received transcript."""
+    """Records or replays the answers of an opening.
+
+    It replays those of a received transcript.
+    """
     try:
         with recording(TranscriptRecorder(transcript)):
             yield

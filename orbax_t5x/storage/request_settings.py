@@ -1,4 +1,7 @@
-"""Settings of requests to servers and buckets: how many at a time, and what waits between retries."""
+"""Settings of requests to servers and buckets.
+
+How many run at a time, and the waits between retries.
+"""
 
 from __future__ import annotations
 

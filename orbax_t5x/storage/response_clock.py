@@ -13,7 +13,10 @@ _NEAR_SECS = 0.002
 
 
 class ResponseClock:
-    """Time of the last response of a remote store, which may be silent for `timeout` seconds."""
+    """Time of the last response of a remote store.
+
+    The store may be silent for `timeout` seconds.
+    """
 
     def __init__(self, timeout: float):
         self.timeout = timeout
@@ -28,11 +31,17 @@ class ResponseClock:
 
     @property
     def is_near(self) -> bool:
-        """True if some response came at once: requests then wait for processors, and not for the way."""
+        """True if some response came at once.
+
+        Requests then wait for processors, and not for the way.
+        """
         return self._quickest < _NEAR_SECS
 
     def seconds_left(self, begun: float) -> float:
-        """Returns the seconds that a request begun then may still wait; zero or less: it is given up."""
+        """Returns the seconds that a request may still wait.
+
+        It was begun then; zero or less: it is given up.
+        """
         return max(begun, self._last) + self.timeout - time.monotonic()
 
     def timeout_text(self) -> str:

@@ -1,4 +1,6 @@
-"""Table of the schemes of URLs: how the URLs of each are read, and who answers requests to its servers.
+"""Table of the schemes of URLs.
+
+It tells how URLs are read, and who answers requests to their servers.
 
 Only the caller's own URL ever comes here; no file decides where a request goes.
 """
@@ -63,7 +65,9 @@ SCHEMES: Registry[Scheme] = Registry(
 
 
 def scheme_of(path: str) -> Scheme | None:
-    """Returns the scheme of a URL, or None for a local path.
+    """Returns the scheme of a URL, or None.
+
+    None for a local path.
 
     Raises:
       UnsupportedCheckpointError: no such URLs are read.

@@ -1,4 +1,6 @@
-"""JSON from a checkpoint: one object, UTF-8, no key twice, no `NaN`; anything else is an error that names the file.
+"""Strict JSON from a checkpoint.
+
+It is one object, UTF-8, no key twice, no `NaN`; anything else is an error that names the file.
 
 Python's own parser accepts more (a repeated key silently wins), and what it lets through would decide where bytes are
 read from. Its nesting is bounded by the interpreter's recursion limit, which becomes a typed error here.
@@ -21,7 +23,7 @@ _FREE_BYTES = 256 << 20
 
 
 def parsed_bytes(data: bytes) -> int:
-    """Estimates the memory that parsing takes, by the characters that JSON's structure is made of."""
+    """Estimates the memory for parsing, by structural characters."""
     objects, lists, pairs, elements = (data.count(mark) for mark in (b"{", b"[", b":", b","))
     return (
         objects * _OBJECT_BYTES
@@ -33,7 +35,9 @@ def parsed_bytes(data: bytes) -> int:
 
 
 def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Parses the JSON object that is all of `data`, without duplicate keys; `path` is for errors.
+    """Parses all of `data` as a JSON object without duplicate keys.
+
+    `path` is for errors.
 
     `allow_nan` accepts `NaN` and infinities, which Python's writers produce for metrics. Data of so many small parts
     that parsing takes many times its bytes is not parsed.

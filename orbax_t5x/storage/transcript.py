@@ -1,4 +1,6 @@
-"""Transcript of one opening: what the store answered, so that other processes open the same checkpoint from it.
+"""Transcript of an opening: the store's answers.
+
+Other processes open the same checkpoint from it.
 
 One process of a job opens a checkpoint and records the answers; the others run the same readers over these answers and
 send no request of their own. So every check of a reader holds on each process, limits included, and every format is
@@ -27,14 +29,16 @@ def _same(value: Any) -> Any:
 
 
 class Answer(NamedTuple):
-    """Answer of a store: what JSON holds, and bytes."""
+    """Answer of a store: JSON data and bytes."""
 
     value: Any
     data: bytes = b""
 
 
 class Viewpoint(NamedTuple):
-    """Two processes of a job: the one that reads, and the one that opened the checkpoint for all.
+    """Two processes of a job: the reader and the opener.
+
+    The opener opened the checkpoint for all.
 
     Example of its use: a file that differs between them is an error that names both.
     """
@@ -43,7 +47,10 @@ class Viewpoint(NamedTuple):
     opener: int
 
     def difference(self, what: str, here: object, there: object) -> tuple[str, Fix]:
-        """Returns the message and the fix of an error about a file that is another one on this process."""
+        """Words the error of a file that differs on this process.
+
+        Returns the message and the fix.
+        """
         message = (
             f"differs between processes: {what} is {here} on process {self.process}, and {there} on process "
             f"{self.opener}, which opened the checkpoint for all"
@@ -52,7 +59,9 @@ class Viewpoint(NamedTuple):
 
 
 class Transcript:
-    """Answers of a store by request; recorded here, or received from the process that recorded them.
+    """Answers of a store by request.
+
+    They are recorded here, or received from the process that recorded them.
 
     Attributes:
       viewpoint: of a received transcript; None where answers are recorded.
@@ -68,11 +77,11 @@ class Transcript:
 
     @property
     def is_received(self) -> bool:
-        """True if the answers are those that another process was given."""
+        """True if the answers come from another process."""
         return self.viewpoint is not None
 
     def find(self, request: tuple[Any, ...]) -> Answer | None:
-        """Returns the received answer to a request, if there is one."""
+        """Returns the received answer to a request, or None."""
         return self._answers.get(request) if self.is_received and not self.is_closed else None
 
     def add(self, request: tuple[Any, ...], value: Any, data: bytes = b"") -> None:
@@ -93,7 +102,9 @@ class Transcript:
         pack: Callable[[_Result], Any] = _same,
         unpack: Callable[[Any], _Result] = _same,
     ) -> _Result:
-        """Returns the result of `ask`, or the result that it had on the process that opened the checkpoint.
+        """Returns the result of `ask`, or its received result.
+
+        That is the result on the process that opened the checkpoint.
 
         Args:
           request: names the question; plain values.
@@ -127,7 +138,10 @@ class Transcript:
         return result
 
     def encode(self) -> bytes | None:
-        """Returns all answers as bytes; None where they are too many to be shared."""
+        """Encodes all answers as bytes.
+
+        None: they are too many to be shared.
+        """
         if self._nbytes > MOST_TRANSCRIPT_BYTES:
             return None
         table = [[request, answer.value, len(answer.data)] for request, answer in self._answers.items()]

@@ -1,5 +1,6 @@
-"""Proves that a directory tree holds only plain files, before a library that would follow links and wait on FIFOs reads
-it.
+"""Proves that a directory tree holds only plain files.
+
+Afterwards a library reads it that would follow links and wait on FIFOs.
 
 TensorStore opens any file of a name: through a symlink to anywhere, and a FIFO until somebody writes. So the
 names below a checkpoint are checked first. One listing per directory; nothing is opened.
@@ -31,13 +32,18 @@ def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEnt
 
 
 def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
-    """Checks everything under a directory inside the root, at any depth: plain files, and links that stay inside."""
+    """Checks everything under a directory inside the root.
+
+    At any depth it holds plain files, and links that stay inside.
+    """
     for _ in _plain_files(root, name, leaf):
         pass
 
 
 def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-    """Yields (directory relative to the root, its files by name) of each directory under one, each proven plain.
+    """Yields each directory under a name with its plain files.
+
+    It yields the path relative to the root, and the files by name, each proven plain.
 
     The listing is enough for files and directories: only symlinks are statted. The order depends only on names.
     """
@@ -68,7 +74,9 @@ def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str,
 
 
 class TreeSnapshot(Snapshot):
-    """Files under some names of a checkpoint, proven plain, and recognised when they are about to be read.
+    """Record of plain files, to recognise them before reading.
+
+    They are under some names of a checkpoint.
 
     A library that opens files by itself keeps none of them open for us, so each execution stats them once: the
     same names, and for each the same size, modification time and inode. What changes after that stat, while the library
@@ -78,7 +86,10 @@ class TreeSnapshot(Snapshot):
     is_for_all = False
 
     def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):
-        """Stats files and directories by names relative to the root ("": the root); errors as `check_tree`."""
+        """Stats files and directories by names.
+
+        The names are relative to the root ("": the root); errors as `check_tree`.
+        """
         self.clock = None
         self._root = root
         self._names = tuple(names)
@@ -138,7 +149,10 @@ class TreeSnapshot(Snapshot):
                 raise io_error(error, "reading its status", path=path, leaf=leaf) from error
 
     def _identities(self, name: str, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
-        """Yields (directory, (name, size, modification time, inode) of each file) for all directories of a name."""
+        """Yields the directories of a name with their files' identities.
+
+        An identity is name, size, modification time and inode.
+        """
         found = os.lstat(self._root.join(name) if name else self._root.path)
         if stat.S_ISLNK(found.st_mode):
             found = os.stat(self._root.locate(name, leaf=leaf))

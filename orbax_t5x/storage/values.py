@@ -1,4 +1,4 @@
-"""Interface of what holds values by key, each read with a bound on its bytes."""
+"""Interface of values by key, each read with a bound."""
 
 from __future__ import annotations
 
@@ -30,27 +30,33 @@ class BoundedRange(NamedTuple):
 
     @classmethod
     def rest(cls, start: int, most: int) -> BoundedRange:
-        """Makes the range of all bytes from one on, of which there are at most `most`."""
+        """Makes the range from a byte to the end.
+
+        It has at most `most` bytes.
+        """
         return cls(start, None, most)
 
     @classmethod
     def whole(cls, most: int) -> BoundedRange:
-        """Makes the range of all bytes, of which there are at most `most`."""
+        """Makes the range of all bytes, at most `most`."""
         return cls(0, None, most)
 
     @classmethod
     def last(cls, size: int) -> BoundedRange:
-        """Makes the range of the last bytes, or of all where there are fewer."""
+        """Makes the range of the last bytes, or of all if fewer."""
         return cls(-size, None, size)
 
     @property
     def is_empty(self) -> bool:
-        """True for no bytes: only that there is a file is asked for."""
+        """True for no bytes: only existence is asked for."""
         return self.start == self.stop
 
     @property
     def size(self) -> int:
-        """The bytes that are asked for; where the end is not known one more than there may be."""
+        """The number of requested bytes.
+
+        If the end is not known, it is the bound plus 1.
+        """
         if self.start < 0:
             return -self.start
         return self.most + 1 if self.stop is None else self.stop - self.start
@@ -90,7 +96,7 @@ class RequestGroup:
                 self._requests.discard(request)
 
     def cancel(self) -> None:
-        """Gives up all requests, and those that come later."""
+        """Gives up all present and later requests."""
         with self._lock:
             self._is_cancelled = True
             for request in self._requests:
@@ -114,7 +120,7 @@ ANYONE = ReadContext()
 
 
 class Values(Protocol):
-    """Values by key, of which ranges are read.
+    """Values by key, read by ranges.
 
     Attributes:
       path: the URL that holds them, for errors.
@@ -123,7 +129,9 @@ class Values(Protocol):
     path: str
 
     def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        """Reads bytes of a value; None where there is no such key.
+        """Reads bytes of a value, or returns None.
+
+        None: there is no such key.
 
         Raises:
           LimitExceededError: there are more bytes than `wanted.most`.

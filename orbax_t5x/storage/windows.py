@@ -1,4 +1,6 @@
-"""Windows of a file: near ranges that are read as one, and from which a thread's smaller reads are served.
+"""Windows of a file: near ranges that are read together.
+
+A thread's smaller reads are served from them.
 
 Thousands of small arrays lie side by side in most files. A read, a request or a proof that the file is unchanged for
 each of them costs more than their bytes. While a thread holds a window, its reads of the file inside are copied from
@@ -25,7 +27,10 @@ _thread = threading.local()
 
 
 class FileWindow(NamedTuple):
-    """Bytes [start, stop) of a file, and the numbers of the ranges that are inside."""
+    """Bytes [start, stop) of a file, and the ranges inside.
+
+    They are numbers of ranges.
+    """
 
     start: int
     stop: int
@@ -38,7 +43,10 @@ class FileWindow(NamedTuple):
 
 
 def windows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[FileWindow]:
-    """Joins ranges (start, stop), in any order, whose gaps are small; a window is longer only for a longer range."""
+    """Joins ranges (start, stop) with small gaps.
+
+    They come in any order; a window is longer only for a longer range.
+    """
     window: FileWindow | None = None
     for number in sorted(range(len(ranges)), key=ranges.__getitem__):
         start, stop = ranges[number]
@@ -56,7 +64,10 @@ def windows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[FileWindow]:
 def read_windows(
     file: StoredFile, windows: Iterable[FileWindow], *, leaf: str | None = None
 ) -> Iterator[tuple[FileWindow, np.ndarray]]:
-    """Reads windows of a file one after the other; the bytes of each are valid until the next is read."""
+    """Reads windows of a file in order.
+
+    The bytes of each are valid until the next is read.
+    """
     windows = list(windows)
     buffer = np.empty(max([window.size for window in windows], default=0), np.uint8)
     ahead = file.ahead((window.start, window.size) for window in windows)
@@ -68,7 +79,10 @@ def read_windows(
 
 @contextmanager
 def holding(file: object, start: int, data: np.ndarray) -> Generator[None, None, None]:
-    """Serves this thread's reads of a file from bytes of it that begin at `start`."""
+    """Serves this thread's reads of a file from held bytes.
+
+    They begin at `start`.
+    """
     _thread.held = file, start, data
     try:
         yield
@@ -77,7 +91,10 @@ def holding(file: object, start: int, data: np.ndarray) -> Generator[None, None,
 
 
 def is_held(file: object) -> bool:
-    """Tests whether this thread holds a window of a file, whose holder proves it unchanged."""
+    """Tests if this thread holds a window of a file.
+
+    Its holder proves the file unchanged.
+    """
     held = getattr(_thread, "held", None)
     return held is not None and held[0] is file
 
@@ -92,7 +109,10 @@ def held_bytes(file: object, offset: int, size: int) -> np.ndarray | None:
 
 
 def fill_held(file: object, offset: int, buffers: Sequence[np.ndarray]) -> bool:
-    """Fills buffers from a window that this thread holds; returns False if it lacks some of the bytes."""
+    """Fills buffers from a window that this thread holds.
+
+    Returns False if it lacks some of the bytes.
+    """
     data = held_bytes(file, offset, sum([buffer.nbytes for buffer in buffers]))
     if data is None:
         return False

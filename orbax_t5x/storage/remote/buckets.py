@@ -1,4 +1,4 @@
-"""Buckets, which TensorStore reads.
+"""Buckets, read by TensorStore.
 
 Credentials are those that TensorStore finds by itself: the usual environment variables, files and metadata services of
 Amazon and Google, and no credentials without these, which public buckets allow.
@@ -93,7 +93,10 @@ def _gs_kvstore(base: str) -> dict[str, Any]:
 
 
 def open_kvstore(base: str) -> ts.KvStore:
-    """Opens a bucket; a ValueError if its name cannot be that of a bucket."""
+    """Opens a bucket.
+
+    A ValueError if its name cannot be that of a bucket.
+    """
     spec = (_s3_kvstore if base.startswith("s3://") else _gs_kvstore)(base)
     return ts.KvStore.open(spec, context=ts.Context(REQUEST_SETTINGS)).result()
 

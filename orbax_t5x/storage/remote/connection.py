@@ -1,4 +1,6 @@
-"""One server or bucket: stats, reads of byte ranges and lists, each with a deadline and a bound.
+"""A server or bucket: stats, reads of byte ranges and lists.
+
+Each has a deadline and a bound.
 
 Its transport (that of its scheme) retries what may pass (429, 5xx, broken connections) and
 proves the length of every answer; it follows no redirect. A connection adds a deadline, typed errors, and a cache for
@@ -53,7 +55,10 @@ _AHEAD_BYTES = 64 << 20
 
 
 class ReadAheadBudget:
-    """Bound on the bytes requested before they are needed; many threads share it, and it never blocks one."""
+    """Bound on the bytes requested before they are needed.
+
+    Many threads share it, and it blocks none of them.
+    """
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -61,7 +66,10 @@ class ReadAheadBudget:
         self._lock = threading.Lock()
 
     def take(self, size: int, *, needed: bool) -> bool:
-        """Takes some bytes if they fit or are needed now; returns True if they may be requested."""
+        """Takes bytes if they fit or are needed now.
+
+        Returns True if they may be requested.
+        """
         with self._lock:
             if not needed and self._used + size > self._limit:
                 return False
@@ -75,7 +83,7 @@ class ReadAheadBudget:
 
 
 class Connection:
-    """One server or bucket.
+    """A server or bucket.
 
     Attributes:
       base: its URL.
@@ -124,7 +132,9 @@ class Connection:
         return PendingRead(key, self._server.read(key, wanted, is_awaited=is_awaited), time.monotonic())
 
     def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Response | None:
-        """Waits for the response to a request; None where there is no such file.
+        """Waits for the response to a request.
+
+        None: there is no such file.
 
         Raises:
           CheckpointError: the store failed or was silent for too long; the request is given up.
@@ -154,7 +164,10 @@ class Connection:
     # -- several at once
 
     def stat(self, keys: Iterable[str]) -> list[FileStat | None]:
-        """Stats each key, None for no file, all in one batch, and each once in an opening."""
+        """Stats the keys in a batch, each once in an opening.
+
+        None for no file.
+        """
         keys = list(keys)
         new = [key for key in dict.fromkeys(keys) if key not in self._stats]
         self._stats.update(zip(new, self.stat_again(new), strict=True))
@@ -172,7 +185,10 @@ class Connection:
         return None if answer is None else FileStat(answer.version)
 
     def has_file(self, key: str) -> bool:
-        """Reports whether a key is a file; a list of its directory is enough."""
+        """Tests if a key is a file.
+
+        A list of its directory is enough.
+        """
         for directory, names in self._listed.items():
             if not directory or key.startswith(f"{directory}/"):
                 return key[len(directory) + 1 if directory else 0 :] in names
@@ -183,7 +199,10 @@ class Connection:
         return _end_all([self.begin(key, NO_BYTES) for key in keys], self._end_stat)
 
     def stat_small(self, keys: Sequence[str]) -> list[FileStat | None]:
-        """Stats files that will be read whole if they exist; the same batch shows which are small."""
+        """Stats files that will be read whole if they exist.
+
+        The same batch shows which files are small.
+        """
         new = [key for key in dict.fromkeys(keys) if key not in self._stats]
         probes = [self.begin(key, BoundedRange.between(_SMALL_BYTES, _SMALL_BYTES + 1)) for key in new]
         try:
@@ -194,7 +213,10 @@ class Connection:
         return stats
 
     def measure(self, key: str) -> bool:
-        """Reports whether a key is a file; of a small one, the second request brings all bytes."""
+        """Tests if a key is a file.
+
+        Of a small file, the second request brings all bytes.
+        """
         if key in self._stats:
             return self._stats[key] is not None
         request = self.begin(key, BoundedRange.between(_SMALL_BYTES, _SMALL_BYTES + 1))
@@ -213,11 +235,16 @@ class Connection:
         return answer is not None
 
     def whole_if_small(self, key: str) -> Response | None:
-        """Returns all bytes of a file that `stat_small` has found to be small; None for others."""
+        """Returns all bytes of a file found small, or None.
+
+        `stat_small` has found it.
+        """
         return self.whole([key], _SMALL_BYTES)[0] if key in self._small else None
 
     def whole(self, keys: Sequence[str], limit: int, *, may_be_larger: bool = True) -> list[Response | None]:
-        """Reads all bytes of each file, None where there is none. A file of more than `limit` bytes is not read.
+        """Reads all bytes of each file, or None.
+
+        None: there is no such file. A file of more than `limit` bytes is not read.
 
         Args:
           keys: of the files.
@@ -250,7 +277,10 @@ class Connection:
         return (key in self._small and limit >= _SMALL_BYTES) or (size is not None and size <= limit)
 
     def end_of(self, key: str, size: int) -> bytes | None:
-        """Reads the last `size` bytes of a file, or all of a shorter one; None where there is no file."""
+        """Reads the last `size` bytes of a file, or a shorter file.
+
+        None: there is no such file.
+        """
         try:
             answer = self.end(self.begin(key, BoundedRange.last(size)), doing="reading its end")
         except ValueError as error:
@@ -321,7 +351,9 @@ class Connection:
         return names
 
     def read(self, key: str, wanted: BoundedRange, context: ReadContext) -> bytes | None:
-        """Reads bytes of a file; None where there is no such file.
+        """Reads bytes of a file, or returns None.
+
+        None: there is no such file.
 
         Raises:
           CheckpointError: the store failed, or the file ends before the requested bytes.
@@ -341,7 +373,7 @@ class Connection:
         self._server.close_idle()
 
     def at_end(self, function: Callable[[], None]) -> None:
-        """Adds what is called when the opening ends."""
+        """Adds an action for the end of the opening."""
         self._at_end.append(function)
 
     def forget(self) -> None:
@@ -355,7 +387,10 @@ class Connection:
 
 
 def _end_all(requests: Sequence[PendingRead], end: Callable[[PendingRead], _Result]) -> list[_Result]:
-    """Ends requests in their order; the first failure gives up those that are left."""
+    """Ends requests in their order.
+
+    The first failure gives up the rest of them.
+    """
     try:
         return [end(request) for request in requests]
     finally:

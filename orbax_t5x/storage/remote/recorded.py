@@ -1,4 +1,7 @@
-"""Requests of one opening: recorded, or answered from what another process was answered."""
+"""Recorded or replayed requests of an opening.
+
+They are replayed from the answers to another process.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,13 @@ from orbax_t5x.storage.values import BoundedRange
 
 
 class RecordedTransport:
-    """Server whose answers are recorded, or come from a transcript; implements `Transport`."""
+    """Server with recorded or replayed answers.
+
+    They are replayed from a transcript; implements `Transport`.
+    """
 
     def __init__(self, server: Transport, base: str, transcript: Transcript):
-        """Wraps a server, whose URL is `base`."""
+        """Wraps a server with the URL `base`."""
         self.is_bounded = server.is_bounded
         self._server = server
         self._base = base
@@ -42,7 +48,7 @@ class RecordedBucket(RecordedTransport):
     """Bucket like `RecordedTransport`; implements `ListedTransport`."""
 
     def __init__(self, bucket: ListedTransport, base: str, transcript: Transcript):
-        """Wraps a bucket, whose URL is `base`."""
+        """Wraps a bucket with the URL `base`."""
         super().__init__(bucket, base, transcript)
         self._bucket = bucket
 
@@ -52,7 +58,7 @@ class RecordedBucket(RecordedTransport):
 
 
 class _Recorded:
-    """Request whose response is recorded; implements `PendingResponse`."""
+    """Request that records its response; implements `PendingResponse`."""
 
     def __init__(self, pending: PendingResponse, request: tuple[Any, ...], transcript: Transcript):
         self._pending = pending

@@ -1,4 +1,6 @@
-"""A file of a remote store: read by ranges, each response proven to be of the file that was found at opening.
+"""A file of a remote store, read by ranges.
+
+Each response is proven to be of the file that was found at opening.
 
 Reads that are announced are begun early, several at a time, so that their waits overlap. Web servers name the size of
 a file with each range of it. TensorStore exposes no sizes of the files in buckets: most formats record where a file
@@ -165,12 +167,15 @@ class RemoteFile:
 
     @property
     def _viewpoint(self) -> Viewpoint | None:
-        """Of bytes that another process has read for this one."""
+        """Labels bytes that another process has read for this process."""
         transcript = self._connection.transcript
         return None if transcript is None else transcript.viewpoint
 
     def _drop(self) -> None:
-        """Forgets a small file that another process has read: it may hold arrays, which this one reads itself."""
+        """Forgets a small file that another process has read.
+
+        It may hold arrays, which this process reads itself.
+        """
         self._content = None
         self._reads_whole = True
 
@@ -239,7 +244,10 @@ class RemoteFile:
         return block
 
     def tail(self, size: int) -> bytes:
-        """Returns the last `size` bytes of a file that has more; empty where the server does not serve them."""
+        """Returns the last `size` bytes of a larger file.
+
+        Empty if the server does not serve them.
+        """
         try:
             answer = self._answer_inside(BoundedRange.last(size), None)
         except UnsupportedCheckpointError:
@@ -267,7 +275,7 @@ class RemoteFile:
         return self._connection.begin(self._key, BoundedRange.between(*piece), is_awaited=is_awaited)
 
     def end_piece(self, begun: PendingRead | bytes, piece: _PieceRequest, leaf: str | None) -> bytes | None:
-        """Returns the bytes of a piece; None where they are in place."""
+        """Returns a piece's bytes, or None if they are in place."""
         self._state.require_open()
         if isinstance(begun, bytes):
             data = begun
@@ -338,7 +346,10 @@ class RemoteFile:
             )
 
     def _compare_sizes(self, leaf: str | None) -> None:
-        """Compares the size with that which another process has found; for a server without ETags."""
+        """Compares the size with that found by another process.
+
+        For a server without ETags.
+        """
         viewpoint, there = self._viewpoint, self._size
         if viewpoint is None or there is None:
             return
@@ -351,7 +362,10 @@ class RemoteFile:
         return CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
 
     def _answer_inside(self, wanted: BoundedRange, leaf: str | None) -> Response | None:
-        """Does `_answer`, but returns None where the file ends before the requested bytes."""
+        """Does `_answer`, or returns None beyond the file's end.
+
+        None: the file ends before the requested bytes.
+        """
         try:
             return self._answer(self._begin(wanted), leaf)
         except CorruptCheckpointError as error:
@@ -382,12 +396,18 @@ class RemoteFile:
 
 
 def _is_empty(answer: Response | FileStat) -> bool:
-    """Reports whether an answer says that there are no bytes; such answers (416) have no marks."""
+    """Tests if an answer says that there are no bytes.
+
+    Such answers (416) have no marks.
+    """
     return isinstance(answer, Response) and answer.version == NO_VERSION and not answer.data and not answer.is_in_place
 
 
 class _PieceRequest(NamedTuple):
-    """One request: bytes [start, stop), and the memory that will hold them where it is one buffer."""
+    """A request for bytes [start, stop).
+
+    It has the memory that will hold them if that is a single buffer.
+    """
 
     start: int
     stop: int
@@ -400,7 +420,10 @@ class _PieceRequest(NamedTuple):
 
 
 def _pieces(ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]]) -> Iterator[_PieceRequest]:
-    """Yields the requests for ranges of (offset, size), and for the buffers of each where they are known."""
+    """Yields the requests for ranges of (offset, size).
+
+    They carry the buffers of each range if these are known.
+    """
     for (offset, size), buffers in zip(ranges, itertools.chain(into, itertools.repeat(())), strict=False):
         filled = [buffer for buffer in buffers if buffer.nbytes]
         memory = filled[0].reshape(-1).view(np.uint8).data if len(filled) == 1 else None
@@ -410,7 +433,10 @@ def _pieces(ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarra
 
 
 class RemoteReadAhead:
-    """Read-ahead that requests ranges in order before they are needed. For one thread."""
+    """Read-ahead of ranges in order, for a single thread.
+
+    They are requested before they are needed.
+    """
 
     def __init__(self, file: RemoteFile, pieces: Iterator[_PieceRequest], ahead: ReadAheadBudget):
         self._file = file

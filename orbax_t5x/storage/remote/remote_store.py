@@ -42,7 +42,9 @@ FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", "
 
 
 class RemoteFiles(Files):
-    """Files below a URL; see `Files`. Made within an `opening`, and outlives it.
+    """Files below a URL; see `Files`.
+
+    They are made within an `opening`, and outlive it.
 
     Attributes:
       connection: to the server or bucket.
@@ -113,7 +115,10 @@ class RemoteFiles(Files):
         return "directory" if self.can_list and self.connection.names_below(self._key) else "missing"
 
     def _is_page(self) -> bool:
-        """Reports whether a web server may have answered for a directory: with a page, under any name."""
+        """Tests if a web server may answer for a directory.
+
+        It answers with a page, under any name.
+        """
         if self.can_list or self._key.endswith(FILE_SUFFIXES):
             return False
         try:
@@ -122,7 +127,10 @@ class RemoteFiles(Files):
             return False
 
     def _known_names(self) -> list[str]:
-        """Returns the names of `KNOWN_NAMES` that exist; the same requests stat the names that detection needs."""
+        """Returns the names of `KNOWN_NAMES` that exist.
+
+        The same requests stat the names that detection needs.
+        """
         beside = [self._key, f"{self._key}.index"] if self._key else []
         stats = self.connection.stat_small([*map(self.key, KNOWN_NAMES), *beside])
         return [name for name, found in zip(KNOWN_NAMES, stats, strict=False) if found is not None]
@@ -178,7 +186,7 @@ class RemoteFiles(Files):
         return Look("file", first, last, None if len(first) == head else len(first))
 
     def _refusal(self) -> CheckpointError | None:
-        """Returns the error with which the store refused to report on the root, or None.
+        """Returns the store's refusal to report on the root, or None.
 
         A redirect of the URL itself means nothing: web servers redirect from a directory's name to the same with a
         slash.
@@ -267,7 +275,9 @@ class RemoteFiles(Files):
 
 
 class RemoteSnapshot(Snapshot):
-    """Snapshot by the version of one metadata file, which stands for the files that it describes.
+    """Snapshot by the version of a metadata file.
+
+    It stands for the files that it describes.
 
     The chunks have versions, too, but TensorStore reads them by itself, and a look at each would double the
     requests. A writer that changes chunks and leaves the metadata as it was is not noticed.

@@ -28,7 +28,7 @@ _DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 
 def status_of(error: BaseException) -> str:
-    """Returns the status of absl that the text of an error begins with, or ""."""
+    """Returns the absl status at an error text's begin, or ""."""
     match = _STATUS.match(str(error))
     return match["status"] if match else ""
 
@@ -44,7 +44,7 @@ def is_beyond_end(error: BaseException) -> bool:
 
 
 def is_no_file(error: BaseException) -> bool:
-    """Reports whether the failure of a stat means that there is no file for us.
+    """Tests if a failed stat means that no file is there.
 
     Servers redirect from a directory's name to the same with a slash, and buckets that may not be listed deny what they
     do not hold.
@@ -53,7 +53,10 @@ def is_no_file(error: BaseException) -> bool:
 
 
 def is_ignored_range(error: BaseException) -> bool:
-    """Reports whether a server sent other bytes of the file than those requested."""
+    """Tests if a server sent bytes that were not requested.
+
+    They are of the same file.
+    """
     return _IGNORED_RANGE.search(_PAYLOADS.sub("", str(error))) is not None
 
 
@@ -86,7 +89,10 @@ def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | Non
 
 
 def typed_remote_error(error: BaseException, doing: str, *, path: str, leaf: str | None) -> CheckpointError:
-    """Makes the typed error of a failed read of an array; a missing chunk or table is damage, in every store."""
+    """Makes the typed error of a failed read of an array.
+
+    A missing chunk or table is damage, in every store.
+    """
     text = _PAYLOADS.sub("", str(error))
     status = status_of(error)
     message = f"{doing}: {text[len(status) + 2 if status else 0 :]}"

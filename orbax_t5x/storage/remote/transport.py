@@ -28,7 +28,9 @@ class PendingResponse(Protocol):
     """A request that was sent."""
 
     def result(self, timeout: float | None = None) -> Response | None:
-        """Waits for the response; None where there is no such file.
+        """Waits for the response.
+
+        None: there is no such file.
 
         Raises:
           TimeoutError: there is none yet.
@@ -47,7 +49,7 @@ class PendingResponse(Protocol):
 
 
 class Transport(Protocol):
-    """The requests to one server or bucket.
+    """The requests to a server or bucket.
 
     Attributes:
       is_bounded: whether a response can hold no more than was asked for, and names the size of its file.
@@ -66,15 +68,18 @@ class Transport(Protocol):
         ...
 
     def close_idle(self) -> None:
-        """Closes the connections that no request uses; reading opens new ones."""
+        """Closes the connections that no request uses.
+
+        Reading opens new connections.
+        """
         ...
 
 
 class ListedTransport(Transport, Protocol):
-    """The requests to a bucket, which has a list of its files."""
+    """Requests to a bucket that lists its files."""
 
     def names(self, prefix: str, timeout: float) -> list[str]:
-        """Lists the files whose names begin with a prefix.
+        """Lists the files with a prefix of their names.
 
         Raises:
           TimeoutError: there is no list after `timeout` seconds.

@@ -1,4 +1,7 @@
-"""The files below a directory of a web server as values by key, each read with a bound."""
+"""The files below a web server's directory as values by key.
+
+Each is read with a bound.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class DirectoryValues(Values):
         self.path: str = connection.url(directory)
 
     def below(self, name: str) -> DirectoryValues:
-        """Returns the files below a directory inside this one."""
+        """Returns the files below a directory inside this directory."""
         return DirectoryValues(self._connection, f"{self._prefix}{name}") if name else self
 
     def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:

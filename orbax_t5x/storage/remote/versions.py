@@ -1,4 +1,7 @@
-"""Versions of a file as a server tells them, and what their absence or difference proves."""
+"""A file's versions as a server tells them.
+
+This module knows what their absence or difference proves.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import NamedTuple
 
 
 class Version(NamedTuple):
-    """Marks of the contents of a file, each empty if the server sends none.
+    """Marks of a file's contents, each empty if it is not sent.
 
     Attributes:
       tag: a strong ETag, or the generation of an object in a bucket.
@@ -30,7 +33,7 @@ class Version(NamedTuple):
         return not (self.modified and later.modified) or self.modified == later.modified
 
     def joined(self, later: Version) -> Version:
-        """Returns the marks of both, of which the first count."""
+        """Joins marks; its own take precedence."""
         return Version(self.tag or later.tag, self.weak or later.weak, self.modified or later.modified)
 
     def __str__(self) -> str:
