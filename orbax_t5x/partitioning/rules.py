@@ -1,8 +1,8 @@
 """Rules from logical axes or names of leaves to mesh axes.
 
-Flax's `logical_to_mesh_axes` applies the rules for logical axes. A logical axis without a rule, a rule for a mesh axis
-that the mesh lacks, and a leaf without axes mean: not split. A dimension that its mesh axes do not divide is a problem,
-since JAX would refuse it later.
+Flax's `logical_to_mesh_axes` applies the rules for logical axes. A logical axis without a rule, a rule for a logical
+axis whose mesh axis the mesh lacks, and a leaf without axes mean: not split. A dimension that its mesh axes do not
+divide is a problem, since JAX would refuse it later; so is an unknown mesh axis in a user's own `PartitionSpec`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from orbax_t5x.text.wording import did_you_mean
 
 MeshAxes = str | tuple[str, ...] | None
 LogicalAxisRules = Sequence[tuple[str, MeshAxes | PartitionSpec]]
@@ -78,6 +80,15 @@ class AxisRules:
     def by_name(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Returns the spec of the first matching pattern."""
         pattern, spec = next(rule for rule in self._patterns if rule[0].fullmatch(name))
+        lacking = [axis for axes in spec for axis in _names_of(axes) if axis not in self._mesh.axis_names]
+        for axis in lacking:
+            axes = ", ".join(map(repr, self._mesh.axis_names))
+            hint = did_you_mean(axis, map(str, self._mesh.axis_names))
+            self.problems.append(
+                f"{name}: the rule {pattern.pattern!r} has {spec}, and the mesh has no axis {axis!r} but {axes}{hint}"
+            )
+        if lacking:
+            return PartitionSpec()
         kept = self.on_mesh(spec)
         if len(kept) > len(shape):
             self.problems.append(
@@ -168,3 +179,8 @@ class AxisRules:
         if mesh_axes is None or isinstance(mesh_axes, str):
             return mesh_axes if mesh_axes in self._mesh.axis_names else None
         return tuple(axis for axis in mesh_axes if axis in self._mesh.axis_names) or None
+
+
+def _names_of(axes: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one dimension of a spec; JAX's UNCONSTRAINED has none."""
+    return axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()

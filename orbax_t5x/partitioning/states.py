@@ -120,8 +120,8 @@ def with_shardings(
 
     Raises:
       TypeError: no leaf has a rule.
-      ValueError: the model named no axes, a leaf has another rank than its axes or its rule, or a dimension is not
-        divided evenly; all such leaves at once.
+      ValueError: the model named no axes, a leaf has another rank than its axes or its rule, a `PartitionSpec` of the
+        rules names an axis that the mesh lacks, or a dimension is not divided evenly; all such leaves at once.
 
     Example:
       >>> mesh = jax.make_mesh((8,), ("model",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -43,6 +44,12 @@ def listed(names: Iterable[str], shown: int, *, noun: str = "", separator: str =
     left = len(names) - shown
     text = separator.join(names[:shown])
     return f"{text} and {left:,} more{' ' + noun if noun else ''}" if left > 0 else text
+
+
+def did_you_mean(word: object, choices: Iterable[str]) -> str:
+    """Returns `; did you mean 'inspect'?` for the closest choice, or nothing."""
+    near = difflib.get_close_matches(word, list(choices), 1) if isinstance(word, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def leaves_text(count: int) -> str:

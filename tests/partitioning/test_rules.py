@@ -60,7 +60,7 @@ def test_rules_for_names_split_any_tree():
         params = model.init(jax.random.key(0), jnp.ones((2, 8)))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adafactor(1e-3))
 
-    rules = [(r"(params|opt_state/.*/(mu|nu))/kernel", P("data", "model")), (r".*/bias", P("nowhere"))]
+    rules = [(r"(params|opt_state/.*/(mu|nu))/kernel", P("data", "model")), (r".*/bias", P(None))]
     sharded = with_shardings(jax.eval_shape(create), mesh(), rules)
     assert sharded.params["kernel"].sharding.spec == P("data", "model")
     assert sharded.params["bias"].sharding.spec == P(None)

@@ -138,6 +138,18 @@ def test_a_mesh_axis_that_the_mesh_lacks_splits_nothing():
     assert specs(with_shardings(state, mesh((8,), ("x",))))["target/w"] == P(None, None)
 
 
+def test_an_axis_of_a_users_own_spec_that_the_mesh_lacks_is_an_error():
+    state = {"w": jax.ShapeDtypeStruct((8, 8), np.float32), "v": jax.ShapeDtypeStruct((8,), np.float32)}
+    with pytest.raises(ValueError, match="2 leaves do not fit the mesh") as caught:
+        with_shardings(state, mesh(), [("w", P(None, ("data", "modle"))), ("v", P("rows"))])
+    text = str(caught.value)
+    assert f"w: the rule 'w' has {P(None, ('data', 'modle'))}, and the mesh has no axis 'modle'" in text
+    assert "but 'data', 'model'; did you mean 'model'?" in text
+    assert f"v: the rule 'v' has {P('rows')}, and the mesh has no axis 'rows' but 'data', 'model'" in text
+    split = with_shardings(state, mesh(), [("w", P(None, ("data", "model"))), ("v", P(None))])
+    assert [split[name].sharding.spec for name in "wv"] == [P(None, ("data", "model")), P(None)]
+
+
 def test_uneven_dimensions_are_all_named(variables):
     with pytest.raises(ValueError, match="2 leaves do not fit the mesh") as caught:
         with_shardings(InferenceState.create(variables), mesh((1, 8)))

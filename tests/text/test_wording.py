@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orbax_t5x.text.wording import plain, sharding_text, size_text
+from orbax_t5x.text.wording import did_you_mean, plain, sharding_text, size_text
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "model"))
 
@@ -27,6 +27,11 @@ def test_a_size_is_short_and_right(count):
     assert len(value) <= 4
     exact = count / 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
     assert abs(float(value) - exact) <= 0.5 if float(value) >= 99.5 else abs(float(value) - exact) <= 0.05
+
+
+def test_the_closest_choice_is_named():
+    assert did_you_mean("inspct", ["inspect", "plan"]) == "; did you mean 'inspect'?"
+    assert did_you_mean("zzz", ["inspect"]) == did_you_mean(3, ["inspect"]) == ""
 
 
 def test_shardings():
