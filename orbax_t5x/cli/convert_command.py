@@ -22,6 +22,7 @@ from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.rules.layouts import find_layout
 from orbax_t5x.text.output import UsageError, print_json, print_text
 from orbax_t5x.text.wording import array_text, plain
+from orbax_t5x.transforms.dtype_names import as_dtype
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,6 +103,6 @@ def _quiet() -> Iterator[None]:
 
 def _parse_dtype(name: str | None) -> np.dtype | None:
     try:
-        return None if name is None else np.dtype(name)
+        return None if name is None else as_dtype(name)
     except TypeError as error:
-        raise UsageError(f"--dtype {name}: no such dtype; bfloat16, float32 and float16 are usual") from error
+        raise UsageError(f"--dtype {error}") from error

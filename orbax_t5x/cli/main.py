@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from orbax_t5x import __version__
 from orbax_t5x.cli.arguments import count_argument, size_argument, tolerance_argument
@@ -20,7 +21,7 @@ from orbax_t5x.errors import CheckpointError, Fix
 from orbax_t5x.registry import Registry
 from orbax_t5x.text.output import UsageError, plain_lines
 from orbax_t5x.text.table import terminal_width
-from orbax_t5x.text.wording import plain
+from orbax_t5x.text.wording import did_you_mean, plain
 
 PROGRAM = "orbax-t5x"
 _Command = Callable[[argparse.Namespace], int]
@@ -98,9 +99,31 @@ def _print_error(text: str, code: int) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser that names the closest word for a misspelt one."""
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            words = list(map(str, action.choices))
+            choices = ", ".join(map(repr, words))
+            hint = did_you_mean(value, words)
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {choices}){hint}")
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (its overloads)
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Refuses unknown options here, where the command's own options are known."""
+        options, rest = super().parse_known_args(args, namespace)
+        unknown = next((word for word in rest if word.startswith("--")), None)
+        if unknown is not None:
+            own = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(unknown.partition('=')[0], own)}")
+        return options, rest
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of all commands without importing them."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=PROGRAM,
         description="Checkpoints of the T5 family: look at them, plan a restore, convert, compare and verify them.",
     )

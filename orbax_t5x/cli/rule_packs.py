@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.rules.graph import PACKS, pack_function
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.text.output import UsageError
+from orbax_t5x.text.wording import did_you_mean
 
 AUTO = "auto"
 """Name for the pack that `orbax_t5x.rules.infer` finds."""
@@ -33,9 +33,8 @@ def pack_argument(text: str) -> RulePack:
     """
     name, *parts = text.split(":")
     if name not in pack_names():
-        near = difflib.get_close_matches(name, pack_names(), 1)
-        closest = f"; closest: {near[0]}" if near else ""
-        raise UsageError(f"--rules {text}: no such pack{closest}; there are {', '.join([AUTO, *pack_names()])}")
+        packs = [AUTO, *pack_names()]
+        raise UsageError(f"--rules {text}: no such pack{did_you_mean(name, packs)}; there are {', '.join(packs)}")
     is_inverse = parts[-1:] == [_INVERSE]
     given = parts[: len(parts) - is_inverse]
     try:

@@ -135,7 +135,10 @@ def _place_of(arguments: tuple[Any, ...]) -> tuple[str | None, str | None]:
     for argument in arguments[:2]:
         if hasattr(argument, "place_of_errors"):
             return argument.place_of_errors()
-        path: Any = getattr(argument, "path", argument)
+        try:
+            path: Any = getattr(argument, "path", argument)
+        except Exception:  # a property of another library, such as the path of a linen module that is not bound
+            continue
         if isinstance(path, str) or hasattr(path, "__fspath__"):
             return str(path), None
     return None, None

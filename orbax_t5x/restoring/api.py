@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, open_sources
+from orbax_t5x.text.masked import masked
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern
 
@@ -150,6 +152,11 @@ def open_plan(
     """Makes the plan of a restore; the stack closes the checkpoints that are opened for it."""
     if jax.distributed.is_initialized():
         _announce_exit()
+    if isinstance(target, str | os.PathLike):
+        raise TypeError(
+            f"the target is a tree of shapes or arrays, or None, and not the path {masked(str(target))!r}; "
+            "the checkpoint is the first argument, and the target the second"
+        )
     chain = chain_of(transforms)
     return plan_of(open_sources(source, options, stack), target, chain, options, caller)
 

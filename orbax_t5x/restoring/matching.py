@@ -24,6 +24,7 @@ from orbax_t5x.restoring.target_leaf import MissingLeaf, TargetLeaf, is_key_dtyp
 from orbax_t5x.restoring.targets import Target, is_parameter_name
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.patterns.table import compile_pattern, pattern_text
 
 _NOTHING_RESTORED = Fix.any_of(
@@ -80,7 +81,7 @@ class Matcher:
         self._x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.dtype(np.int64)
         self._one_process = jax.process_count() == 1
         leaves = self._everything() if target.kind == "everything" else target.leaves
-        narrowed = {} if options.dtype is None else self._narrowed(leaves, np.dtype(options.dtype))
+        narrowed = {} if options.dtype is None else self._narrowed(leaves, as_dtype(options.dtype))
         self._leaves = {**leaves, **narrowed} if narrowed else leaves
         self._fitting = Fitting(options, frozenset(narrowed), self.problems.append)
 

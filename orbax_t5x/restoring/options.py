@@ -17,6 +17,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.readers.detect.user_path import check_item
 from orbax_t5x.storage.limits import check_limits, check_memory_limit
 from orbax_t5x.text.progress_bar import Progress, check_progress
+from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.patterns.table import Pattern, pattern_tuple
 from orbax_t5x.trees.narrow import check_flag
 
@@ -37,9 +38,9 @@ def memory_limit(memory_limit_bytes: int | None) -> int:
 def check_dtype(dtype: Any) -> None:
     """Raises TypeError for a `dtype` that NumPy does not know; None is the target's own."""
     try:
-        np.dtype(dtype)
+        as_dtype(dtype)
     except TypeError as error:
-        raise TypeError(f"dtype={dtype!r}: {error}") from None
+        raise TypeError(f"dtype: {error}" if isinstance(dtype, str) else f"dtype={dtype!r}: {error}") from None
 
 
 def check_broadcast(broadcast: object) -> None:

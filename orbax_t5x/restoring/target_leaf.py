@@ -127,6 +127,12 @@ def _unknown(name: str, leaf: Any, message: str) -> Problem:
         kind = leaf if isinstance(leaf, type) else type(leaf)
         message = f"{kind.__name__} is a model, and a target has the shapes of what it holds"
         fix = "pass jax.eval_shape(model.init, …), with what model.init takes"
+    elif isinstance(leaf, type):
+        message = f"{leaf.__name__} is a class, and a target has the shapes of what an object of it holds"
+        fix = (
+            f"pass nnx.eval_shape(lambda: {leaf.__name__}(…)) of an NNX model, or jax.eval_shape(function) with a "
+            "function that makes the object"
+        )
     elif callable(leaf):
         fix = (
             "give the shapes of what it makes: jax.eval_shape(function), of a linen model jax.eval_shape(model.init, …)"

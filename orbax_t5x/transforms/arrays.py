@@ -9,25 +9,14 @@ import math
 import operator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from orbax_t5x.lazy import AffineFunction, View, repeat
 from orbax_t5x.lazy.keys import is_keys
 from orbax_t5x.transforms.by_rules import InPlace
+from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.patterns.table import Pattern
 from orbax_t5x.trees.dtypes import kind_of
-
-
-def as_dtype(dtype: Any) -> np.dtype:
-    """Converts anything that names a dtype, `ml_dtypes`' names included, to a NumPy dtype.
-
-    Raises:
-      TypeError: it names none.
-    """
-    if isinstance(dtype, str) and hasattr(ml_dtypes, dtype):
-        return np.dtype(getattr(ml_dtypes, dtype))
-    return np.dtype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,7 @@ def test_items_on_the_command_line(tmp_path, capsys):
         (["a", "b", "--rtol", "few"], "no tolerance"),
         (["a", "b", "--memory-limit", "many"], "no size"),
         (["a", "b", "--rules", "auto", "--translate"], "--rules auto"),
-        (["a", "b", "--rules", "hf_t5_to_t5"], "closest: hf_t5_to_t5x"),
+        (["a", "b", "--rules", "hf_t5_to_t5"], "did you mean 'hf_t5_to_t5x'?"),
         (["a", "b", "--map", "nowhere.json"], "nowhere.json"),
     ],
 )

@@ -63,6 +63,22 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["inspct", "a"], "invalid choice: 'inspct'"),
+        (["inspct", "a"], "did you mean 'inspect'?"),
+        (["convert", "a", "b", "--format", "safetensor"], "did you mean 'safetensors'?"),
+        (["convert", "a", "b", "--overwite"], "unrecognized arguments: --overwite; did you mean '--overwrite'?"),
+        (["inspect", "a", "--jsn=3"], "did you mean '--json'?"),
+        (["convert", "a", "b", "--dtype", "bf16"], "--dtype 'bf16' names no dtype; did you mean 'bfloat16'?"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_closest(run, arguments, told):
+    code, out, err = run(*arguments)
+    assert code == 2 and not out and told in err
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         [],

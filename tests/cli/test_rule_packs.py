@@ -39,7 +39,7 @@ def test_a_pack_by_name_is_the_pack(text, pack):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("t5_minimal_to_scaned:1,2", "no such pack; closest: t5_minimal_to_scanned; there are auto, "),
+        ("t5_minimal_to_scaned:1,2", "no such pack; did you mean 't5_minimal_to_scanned'?; there are auto, "),
         ("infer", "no such pack"),
         ("t5_minimal_to_scanned", "missing a required argument: 'num_heads'; it is written as t5_minimal_to_scanned:"),
         ("t5_minimal_to_scanned:1", "'head_dim'"),

@@ -123,6 +123,28 @@ def test_limits_are_limits(path, value):
         ot.Limits(rank="3")
 
 
+def test_arguments_in_the_wrong_order_are_named(path):
+    target = {"a": jax.ShapeDtypeStruct((8,), np.float32)}
+    order = "the checkpoint is the first argument, and the target the second"
+    model = flax.linen.Dense(3)  # its `path` is a property that raises
+    for source in (target, target["a"], model, {"source": target}):
+        with pytest.raises(TypeError, match=f"not (ShapeDtypeStruct|Dense|dict); {order}"):
+            ot.restore(source, None)
+    for call in (ot.restore, ot.plan_restore):
+        with pytest.raises(TypeError, match=f"not the path '.*'; {order}"):
+            call(path, path)
+    with pytest.raises(TypeError, match=f"not Dense; {order}"):
+        ot.open_checkpoint(model)
+
+
+def test_a_class_is_no_target(path):
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.plan_restore(path, flax.nnx.Linear, "auto")
+    (problem,) = caught.value.problems
+    assert problem.message == "Linear is a class, and a target has the shapes of what an object of it holds"
+    assert "nnx.eval_shape(lambda: Linear(…))" in str(problem.fix)
+
+
 def test_a_model_is_no_target(path):
     for function in (flax.linen.Dense(3), flax.linen.Dense(3).init):
         with pytest.raises(ot.RestorePlanError) as caught:

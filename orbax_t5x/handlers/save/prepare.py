@@ -32,6 +32,7 @@ from orbax_t5x.restoring.chains import saved_chain
 from orbax_t5x.restoring.targets import flatten_target, is_parameter_name, require_finite
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.dtypes import kind_of
 from orbax_t5x.trees.flat import unflatten, unwrapped
@@ -157,7 +158,7 @@ def _written_dtypes(
     """Returns the dtype to write for each floating-point model parameter that has another."""
     if dtype is None:
         return {}
-    wanted = np.dtype(dtype)
+    wanted = as_dtype(dtype)
     if kind_of(wanted) != "float" or not is_storable(wanted):
         raise RestorePlanError([Problem("dtype", None, f"{wanted.name} is no floating-point type that Orbax stores")])
     parameters = {

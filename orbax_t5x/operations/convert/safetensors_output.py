@@ -39,6 +39,7 @@ from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.targets import is_parameter_name
 from orbax_t5x.storage.durability import sync_directory, sync_path
 from orbax_t5x.text.wording import listed
+from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.trees.dtypes import kind_of
 
 CONFIG_NAME = "config.json"
@@ -147,7 +148,7 @@ def _cast(views: Mapping[str, View], dtype: Any) -> dict[str, View]:
     """Casts floating-point model parameters to `dtype`: all leaves, if no name marks some as parameters."""
     if dtype is None:
         return dict(views)
-    wanted = np.dtype(dtype)
+    wanted = as_dtype(dtype)
     if kind_of(wanted) != "float" or unsupported_reason("", wanted):
         message = f"{wanted.name} is no floating-point type that safetensors files have"
         raise RestorePlanError([Problem("dtype", None, message)])

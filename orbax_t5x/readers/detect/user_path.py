@@ -21,7 +21,8 @@ def path_text(path: str | os.PathLike[str]) -> str:
         )
         raise for_caller(TypeError(message))
     if not isinstance(path, (str, os.PathLike)):
-        raise for_caller(TypeError(f"a checkpoint's path is text or an os.PathLike, not {type(path).__name__}"))
+        kind = path.__name__ if isinstance(path, type) else type(path).__name__
+        raise for_caller(TypeError(f"a checkpoint's path is text or an os.PathLike, not {kind}{_order_hint(path)}"))
     text = os.fspath(path)
     if not isinstance(text, str):
         raise for_caller(TypeError(masked(f"the path {path!r} is not text")))
@@ -31,6 +32,12 @@ def path_text(path: str | os.PathLike[str]) -> str:
         raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
     scheme = scheme_of(text)
     return os.path.expanduser(text) if scheme is None else scheme.find(text)
+
+
+def _order_hint(given: object) -> str:
+    """Says the order of a restore's arguments, if a target or a model was given as the path."""
+    is_target = isinstance(given, dict) or callable(given) or hasattr(type(given), "shape")
+    return "; the checkpoint is the first argument, and the target the second" if is_target else ""
 
 
 def check_item(item: object) -> None:
