@@ -32,7 +32,7 @@ _SAFETENSORS = rb"(?![\x00\x01]\x00\x00\x00).{4}\x00{4}\{"
 _ZIP = rb"PK(?:\x03\x04|\x05\x06)"
 _ZIP_MEMBER = rb"PK\x03\x04.{22}"
 # How a file of PyTorch before 1.6 begins: a pickle of its magic number.
-_OLD_TORCH = rb"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\."
+_OLD_TORCH = rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\."
 
 TF_BUNDLE = Format(
     "tf_bundle",

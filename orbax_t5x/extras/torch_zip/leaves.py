@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, UnsupportedCheckpointError, error_at
-from orbax_t5x.extras.torch_zip.values import Name, Node, Opaque, TensorNode, Tuple
+from orbax_t5x.extras.torch_zip.values import WITHOUT_NUMPY, Name, Node, Opaque, TensorNode, Tuple, itemsize_of
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf
@@ -21,8 +21,6 @@ from orbax_t5x.readers.zip_members import STORED, Archive
 from orbax_t5x.storage.limits import Limits
 
 _MAX_INT = 2**63 - 1
-# Of which NumPy has no type.
-_WITHOUT_NUMPY = ("complex32", "float4_e2m1fn_x2")
 
 
 class LeafMaker:
@@ -96,7 +94,7 @@ class LeafMaker:
     def _elements(self, tensor: TensorNode, dtype: np.dtype) -> int:
         """Returns how many elements the storage of a tensor has, proven to be in the file."""
         storage = tensor.storage
-        nbytes = storage.elements * (1 if storage.dtype is None else _storage_dtype(storage.dtype).itemsize)
+        nbytes = storage.elements * itemsize_of(storage.dtype)
         member = self._archive.members.get(self._storages + storage.key)
         if member is None:
             raise CorruptCheckpointError(f"its storage {storage.key[:100]!r} is missing")
@@ -116,7 +114,7 @@ def _checked_sizes(what: str, value: Any) -> tuple[int, ...]:
 
 
 def _storage_dtype(name: str | None) -> np.dtype:
-    if name is None or name in _WITHOUT_NUMPY:
+    if name is None or name in WITHOUT_NUMPY:
         raise UnsupportedCheckpointError(f"NumPy has no type for torch.{name}")
     return np.dtype(getattr(ml_dtypes, name, name))
 

@@ -9,9 +9,9 @@ out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from orbax_t5x.errors import LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.extras.torch_zip.stack import PickleStack
 from orbax_t5x.extras.torch_zip.values import (
     CALLS,
@@ -35,6 +35,14 @@ _SHOWN_BYTES = 200
 _MAX_PROTOCOL = 5
 
 
+class ParsedPickle(NamedTuple):
+    """A pickle's tree, where it ends, and its storages by key; None for one of an unknown type."""
+
+    tree: Node
+    end: int
+    storages: dict[str, StorageNode | None]
+
+
 def parse_pickle(data: bytes, path: str, file_bytes: int, limits: Limits) -> Node:
     """Parses a pickle.
 
@@ -48,7 +56,20 @@ def parse_pickle(data: bytes, path: str, file_bytes: int, limits: Limits) -> Nod
       UnsafeCheckpointError: it would call or import something, which the error names, and holds no tensor.
       CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError: see the text.
     """
-    return _Machine(data, path, file_bytes, limits).run()
+    found = parse_next(data, 0, path, file_bytes, limits)
+    if found.end != len(data):
+        raise CorruptCheckpointError("its pickle does not end with one value", path=path)
+    return found.tree
+
+
+def parse_next(data: bytes, at: int, path: str, file_bytes: int, limits: Limits) -> ParsedPickle:
+    """Parses the pickle that begins at a byte; see `parse_pickle`.
+
+    Raises:
+      PickleEndsError: it goes on behind the bytes.
+    """
+    machine = _Machine(data, path, file_bytes, limits, at)
+    return ParsedPickle(machine.run(), machine.at, machine.storages)
 
 
 def _has_tensor(tree: Node) -> bool:
@@ -72,12 +93,21 @@ class _Machine(PickleStack):
     # What the pickle does for the first object that is not made.
     _unread = ""
 
+    def __init__(self, data: bytes, path: str, file_bytes: int, limits: Limits, at: int):
+        super().__init__(data, path, file_bytes, limits, at)
+        self.storages: dict[str, StorageNode | None] = {}
+
+    @property
+    def at(self) -> int:
+        """The byte behind the last opcode."""
+        return self._at
+
     def run(self) -> Node:
         """Runs all opcodes; returns what is left on the stack."""
         data, opcodes = self._data, _OPCODES
         for _ in range(self._operations):
             if self._at >= len(data):
-                raise self._corrupt("its pickle ends before its last opcode")
+                raise self._ended("its pickle ends before its last opcode")
             code = data[self._at]
             self._at += 1
             if code == _STOP:
@@ -90,7 +120,7 @@ class _Machine(PickleStack):
             opcode(self)
         else:
             raise self._too_many("operations", self._operations)
-        if len(self._stack) != 1 or self._marks or self._at != len(data):
+        if len(self._stack) != 1 or self._marks:
             raise self._corrupt("its pickle does not end with one value")
         if self._unread and not _has_tensor(self._stack[0]):
             raise self._unsafe(f"{self._unread}, and no tensor is beside that")
@@ -126,7 +156,7 @@ class _Machine(PickleStack):
         """Checks that a frame is inside the pickle."""
         size = self.number("<Q")
         if size > len(self._data) - self._at:
-            raise self._corrupt(f"its pickle has a frame of {size} bytes at {self._at}, beyond its end")
+            raise self._ended(f"its pickle has a frame of {size} bytes at {self._at}, beyond its end")
 
     def tuple(self, size: int) -> None:
         """Pushes a tuple of the last values."""
@@ -170,7 +200,7 @@ class _Machine(PickleStack):
         """Skips the value in a line, which becomes None."""
         end = self._data.find(b"\n", self._at)
         if end < 0:
-            raise self._corrupt(f"its pickle has a line at byte {self._at} that does not end")
+            raise self._ended(f"its pickle has a line at byte {self._at} that does not end")
         self._at = end + 1
         self._is_old = True
         self.push(None)
@@ -269,9 +299,18 @@ class _Machine(PickleStack):
     def persistent(self) -> None:
         """Replaces the description of a storage by the storage."""
         match self.pop():
-            case ["storage", Name(text), str(key), str(), int(count)] if text in STORAGES and count >= 0:
-                self.make(StorageNode(STORAGES[text], key, count))
-            case ["storage", Opaque() as kind, str(), str(), int()]:
+            case ["storage", Name(text), str(key), str(), int(count), *view] if (
+                text in STORAGES and count >= 0 and len(view) <= 1
+            ):
+                storage = StorageNode(STORAGES[text], key, count)
+                if self.storages.setdefault(key, storage) != storage:
+                    raise self._corrupt(f"its storage {key[:_SHOWN_BYTES]!r} has two types or counts")
+                # Before 1.6 a storage could be a part of another one.
+                self.make(Opaque("a tensor of a part of a storage") if view and view[0] is not None else storage)
+            case ["storage", Opaque() as kind, str(key), str(), int(), *_]:
+                self.storages[key] = None
+                self.make(kind)
+            case ["module", Opaque() as kind, *_]:
                 self.make(kind)
             case other:
                 raise self._unsafe(f"refers to {describe_value(other)}, which is no storage,")
@@ -297,6 +336,8 @@ _OPCODES: dict[int, _Opcode] = {
     0x8C: lambda m: m.text(m.byte()),
     ord("X"): lambda m: m.text(m.number("<I")),
     0x8D: lambda m: m.text(m.number("<Q")),
+    ord("T"): lambda m: m.text(m.number("<i")),
+    ord("U"): lambda m: m.text(m.byte()),
     ord("C"): lambda m: m.bytes(m.byte()),
     ord("B"): lambda m: m.bytes(m.number("<I")),
     0x8E: lambda m: m.bytes(m.number("<Q")),

@@ -1,7 +1,8 @@
-"""PyTorch's files (`torch.save` since 1.6: `.bin`, `.pt`, `.pth`): one, or several with an index; read by byte range.
+"""PyTorch's files (`torch.save`: `.bin`, `.pt`, `.pth`): one, or several with an index; read by byte range.
 
-A file is a ZIP archive: a pickle that describes the tree, and a member for each storage. Opening parses the pickle as
-data, without PyTorch and without calling anything; the crc32 of each member is its checksum.
+A file is a ZIP archive: a pickle that describes the tree, and a member for each storage; `sequential` has the form
+before 1.6. Opening parses the pickle as data, without PyTorch and without calling anything; the crc32 of each member is
+its checksum.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fix, UnsupportedCheckpointError
 from orbax_t5x.extras.torch_zip.leaves import LeafMaker
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
+from orbax_t5x.extras.torch_zip.sequential import SequentialFile, is_sequential
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
@@ -26,7 +28,6 @@ from orbax_t5x.storage.places import files_at, open_directory_of
 INDEX_SUFFIX = ".bin.index.json"
 # Names for a model in one file, for the index of several, and PEFT's for an adapter.
 MODEL_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
-# How a pickle begins, as PyTorch wrote before 1.6.
 _PICKLE_BEGIN = b"\x80"
 _PICKLE = "data.pkl"
 _STORAGES = "data/"
@@ -68,14 +69,18 @@ class _TorchFiles(ModelFiles):
 
     def add_file(self, name: str) -> None:
         file = self._root.file(name)
-        _require_zip(file)
-        archive = Archive(file, self._limits)
-        top = _top_folder(archive)
-        pickle = archive.read(top + _PICKLE, self._limits.index_bytes, "Limits.index_bytes")
-        tree: Any = parse_pickle(pickle, file.path, file.size, self._limits)
-        maker = LeafMaker(
-            archive, top + _STORAGES, swap=_is_swapped(archive, top), limits=self._limits, flag=self._flag
-        )
+        if is_sequential(file):
+            archive = SequentialFile(file, self._limits)
+            storages, swap = "", archive.is_swapped
+            tree: Any = archive.tree
+        else:
+            _require_zip(file)
+            archive = Archive(file, self._limits)
+            top = _top_folder(archive)
+            storages, swap = top + _STORAGES, _is_swapped(archive, top)
+            pickle = archive.read(top + _PICKLE, self._limits.index_bytes, "Limits.index_bytes")
+            tree = parse_pickle(pickle, file.path, file.size, self._limits)
+        maker = LeafMaker(archive, storages, swap=swap, limits=self._limits, flag=self._flag)
         self._bytes += archive.index_bytes
         self._metadata["files"].append(name)
         nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file, self._limits)
@@ -88,12 +93,12 @@ class _TorchFiles(ModelFiles):
 
 
 def _require_zip(file: StoredFile) -> None:
-    """Refuses PyTorch's older form, and pickles."""
+    """Refuses other programs' pickles."""
     if bytes(file.read(0, min(file.size, 1))) == _PICKLE_BEGIN:
         raise UnsupportedCheckpointError(
-            "a pickle without an archive, as PyTorch wrote before 1.6, which is not read",
+            "a pickle that torch.save did not write, which would run code to be read",
             path=file.path,
-            fix=Fix("load it with PyTorch and save it again with torch.save of 1.6 or newer, or as safetensors"),
+            fix=Fix("load it with its own program, and save the arrays as safetensors"),
         )
 
 

@@ -19,14 +19,18 @@ _FILE_BYTES_PER_OPERATION = 8
 _FIX = Fix("in PyTorch, save only tensors: torch.save(model.state_dict(), path), or write safetensors")
 
 
+class PickleEndsError(CorruptCheckpointError):
+    """A pickle that goes on behind the bytes that are at hand."""
+
+
 class PickleStack:
     """Stack and memo of one pickle, whose bytes it takes in order."""
 
-    def __init__(self, data: bytes, path: str, file_bytes: int, limits: Limits):
+    def __init__(self, data: bytes, path: str, file_bytes: int, limits: Limits, at: int = 0):
         self._data = data
         self._path = path
         self._limits = limits
-        self._at = 0
+        self._at = at
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
@@ -38,6 +42,9 @@ class PickleStack:
 
     def _corrupt(self, message: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(message, path=self._path)
+
+    def _ended(self, message: str) -> PickleEndsError:
+        return PickleEndsError(message, path=self._path)
 
     def _too_many(self, what: str, most: int) -> LimitExceededError:
         return LimitExceededError(
@@ -59,7 +66,7 @@ class PickleStack:
         """Takes the next bytes."""
         end = self._at + size
         if size < 0 or end > len(self._data):
-            raise self._corrupt(f"its pickle claims {size} bytes at {self._at}, and has {len(self._data)} in all")
+            raise self._ended(f"its pickle claims {size} bytes at {self._at}, and has {len(self._data)} in all")
         taken = self._data[self._at : end]
         self._at = end
         return taken
@@ -67,7 +74,7 @@ class PickleStack:
     def byte(self) -> int:
         """Takes the next byte."""
         if self._at >= len(self._data):
-            raise self._corrupt("its pickle ends within an opcode")
+            raise self._ended("its pickle ends within an opcode")
         self._at += 1
         return self._data[self._at - 1]
 

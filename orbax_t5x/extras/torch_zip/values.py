@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import ml_dtypes
+import numpy as np
+
 STORAGES = {
     f"torch.{name}Storage": dtype
     for name, dtype in {
@@ -22,12 +25,25 @@ STORAGES = {
         "ComplexDouble": "complex128",
     }.items()
 } | {"torch.storage.UntypedStorage": None, "torch.storage._UntypedStorage": None}
+# Of quantized tensors: what an element takes.
+_QUANTIZED = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
+WITHOUT_NUMPY = ("complex32", "float4_e2m1fn_x2", *_QUANTIZED)
+"""Of which NumPy has no type."""
+STORAGES |= {
+    f"torch.{name}Storage": dtype
+    for name, dtype in zip(("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4"), _QUANTIZED, strict=True)
+}
 _SIGNED = ("int8", "int16", "int32", "int64", "float16", "float32", "float64", "bfloat16", "complex64", "complex128")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 DTYPES = {
     f"torch.{name}"
     for name in ("bool", "uint8", "uint16", "uint32", "uint64", *_SIGNED, *_FLOAT8, "complex32", "float4_e2m1fn_x2")
 }
+
+
+def itemsize_of(dtype: str | None) -> int:
+    """Returns the bytes of an element of a storage; 1 where it has bytes."""
+    return 1 if dtype is None else _QUANTIZED.get(dtype) or np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 
 class Tuple(list[Any]):
@@ -96,8 +112,19 @@ def describe_value(value: Any) -> str:
 # -- what names on the list describe: functions of data, that raise TypeError or ValueError
 
 
-def _ordered_dict() -> OrderedNode:
-    return OrderedNode()
+def _ordered_dict(items: Any = ()) -> OrderedNode:
+    """Makes an OrderedDict; Python 2 wrote its items as arguments."""
+    for item in items:
+        if type(item) not in (list, Tuple) or len(item) != 2 or type(item[0]) not in (str, int):
+            raise TypeError
+    made = OrderedNode((str(key), value) for key, value in items)
+    if len(made) != len(items):
+        raise ValueError
+    return made
+
+
+def _tensor_v1(storage: Any, offset: Any, shape: Any, strides: Any) -> Any:
+    return _tensor_v2(storage, offset, shape, strides, None, None)
 
 
 def _tensor_v2(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, metadata: Any = None) -> Any:
@@ -209,6 +236,7 @@ CALLS: dict[str, Callable[..., Any]] = {
         for kind, made in ((bytes, _bytes), (bytearray, _bytes), (complex, _complex))
     },
     "collections.OrderedDict": _ordered_dict,
+    "torch._utils._rebuild_tensor": _tensor_v1,
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
