@@ -149,6 +149,9 @@ class Changes:
         """Whether nothing that looks alike is beside the part, wherever it is."""
         if any(letter.isdigit() for letter in part):
             return False
+        # A module of few leaves beside the towers may be new where the others kept their names.
+        if sum(re.search(rf"(^|/){part}(/|$)", name) is not None for name in self.names.values()) < 4:
+            return False
         return all(list(looks.values()).count(looks[part]) == 1 for node, looks in nodes if part in node)
 
     def word(self):

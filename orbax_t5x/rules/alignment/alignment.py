@@ -105,13 +105,13 @@ def align(source_leaves: Any, target_leaves: Any) -> Alignment:
       The transforms, with what stays open.
 
     Example:
-      >>> theirs = {f"h.{i}.{name}.weight": np.ones((4, 4)) for i in range(2) for name in ("query", "a", "b")}
-      >>> ours = {f"layers/{i}/{name}/w": np.ones((4, 4)) for i in range(2) for name in ("q", "c", "d")}
+      >>> theirs = {f"h/{i}/{name}/kernel": np.ones((4, 5)) for i in range(2) for name in ("query", "a", "c")}
+      >>> ours = {f"layers/{i}/{name}/w": np.ones((4, 5)) for i in range(2) for name in ("q", "d", "e")}
       >>> alignment = ot.rules.align(theirs, ours)
       >>> alignment.transforms[-1].rules
-      (('h\\.(\\d+)\\.query\\.weight', 'layers/\\g<1>/q/w'),)
-      >>> alignment.open["layers/0/c/w"]
-      ('h.0.a.weight', 'h.0.b.weight')
+      (('h/(\\d+)/q/w', 'layers/\\g<1>/q/w'),)
+      >>> alignment.open["layers/0/d/w"]
+      ('h/0/a/kernel', 'h/0/c/kernel')
     """
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
     return align_leaves(source, target, parameters_of(source), parameters_of(target))

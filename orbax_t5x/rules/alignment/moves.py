@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from orbax_t5x.rules.alignment.arrangements import Arrangement, arrangements, last_part
+from orbax_t5x.rules.alignment.evidence import NAME, judge
 from orbax_t5x.rules.alignment.match import LeafPairing
-from orbax_t5x.rules.alignment.tree import NamedLeaf
+from orbax_t5x.rules.alignment.tree import NamedLeaf, Path
 from orbax_t5x.rules.alignment.words import is_flat, path_of
 
 
@@ -49,9 +50,19 @@ class Move:
 
 
 class Moves(dict[str, Move]):
-    """Moves by the name of the target's leaf; `open` has the leaves without one, and what they may be."""
+    """Moves by the name of the target's leaf; `open` has the leaves without one, and what they may be.
+
+    Attributes:
+      why: by the target's leaf, what proves its move, or why it has none.
+    """
 
     open: dict[str, tuple[str, ...]]
+    why: dict[str, str]
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.open = {}
+        self.why = {}
 
 
 def moves_between(source: Mapping[str, Any], target: Mapping[str, Any], *, may_contradict: bool = False) -> Moves:
@@ -62,14 +73,45 @@ def moves_between(source: Mapping[str, Any], target: Mapping[str, Any], *, may_c
     same = {name: Move((name,), (name,)) for name in target if name in source}
     if len(same) == len(target) and all(_shape_of(source[name]) == _shape_of(target[name]) for name in target):
         found = Moves(same)
-        found.open = {}
+        found.why = dict.fromkeys(same, NAME)
         return found
     first = _moves(source, target, flat=False, may_contradict=may_contradict)
-    if first.open and (is_flat(source) or is_flat(target)):
+    flat = is_flat(source) or is_flat(target)
+    if first.open and flat:
         second = _moves(source, target, flat=True, may_contradict=may_contradict)
-        if not second.open:
-            return second
-    return first
+        first = first if second.open else second
+    # Who permits contradictions asks about what is found.
+    return first if may_contradict or not source or not target else _proven(first, source, target, flat=flat)
+
+
+def _proven(found: Moves, source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool) -> Moves:
+    """Opens the moves that nothing proves; leaves with equal names that these kept apart are moved as they are."""
+    ours, theirs = _items(source, target, flat=flat)
+    opened: dict[str, tuple[str, ...]] = {}
+    for name, (proof, reason, candidates) in judge(found.values(), ours, theirs).items():
+        found.why[name] = proof or reason
+        if not proof:
+            opened[name] = candidates
+    for name in opened:
+        del found[name]
+    taken = {one for move in found.values() for one in move.sources}
+    numbers = _numbers(ours), _numbers(theirs)
+    for item in theirs:
+        name = item.names[0]
+        leaf = source.get(name)
+        if leaf is None or name in taken or name in found or _shape_of(leaf) != item.shape:
+            continue
+        # Layers that are numbered in another way have other names.
+        lists = [item.path[:at] for at, key in enumerate(item.path) if isinstance(key, int)]
+        if all(numbers[0].get(before) == numbers[1][before] for before in lists):
+            found[name] = Move((name,), (name,), is_named=True)
+            found.why[name] = NAME
+    found.open = {
+        name: (*dict.fromkeys((*opened.get(name, ()), *found.open.get(name, ()))),)
+        for name in target
+        if name not in found
+    }
+    return found
 
 
 def _moves(source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool, may_contradict: bool) -> Moves:
@@ -95,6 +137,15 @@ def _moves(source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool, 
         for name in target
         if name not in found
     }
+    return found
+
+
+def _numbers(items: Iterable[NamedLeaf]) -> dict[Path, set[int]]:
+    found: dict[Path, set[int]] = {}
+    for item in items:
+        for at, key in enumerate(item.path):
+            if isinstance(key, int):
+                found.setdefault(item.path[:at], set()).add(key)
     return found
 
 
