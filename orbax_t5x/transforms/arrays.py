@@ -7,12 +7,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from orbax_t5x.lazy import AffineFunction, View, repeat
 from orbax_t5x.lazy.keys import is_keys
+from orbax_t5x.transforms.base import Given
 from orbax_t5x.transforms.by_rules import InPlace
 from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.patterns.table import Pattern
@@ -34,7 +37,7 @@ class Reshape(InPlace):
     """
 
     pattern: Pattern
-    shape: tuple[int, ...]
+    shape: Given[int | Sequence[int], tuple[int, ...]]
     require_match: bool = True
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ class Transpose(InPlace):
     """
 
     pattern: Pattern
-    axes: tuple[int, ...] | None = None
+    axes: Sequence[int] | None = None
     require_match: bool = True
 
     def __post_init__(self) -> None:
@@ -86,7 +89,7 @@ class Cast(InPlace):
     """
 
     pattern: Pattern
-    dtype: np.dtype
+    dtype: Given[npt.DTypeLike, np.dtype]
     require_match: bool = True
 
     def __post_init__(self) -> None:

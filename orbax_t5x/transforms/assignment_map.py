@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.base import Given, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.patterns.table import Rule, expand, pattern_text, rule_table, rule_text, rule_tuple
@@ -55,7 +55,7 @@ class AssignmentMap(Transform):
       {'decoder': {'w': 1}}
     """
 
-    rules: tuple[Rule, ...]
+    rules: Given[Iterable[Rule], tuple[Rule, ...]]
     require_all_rules_match: bool = True
 
     def __post_init__(self) -> None:

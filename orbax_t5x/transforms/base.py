@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
@@ -24,6 +24,25 @@ _inverse = on_demand.function("orbax_t5x.transforms.inverse", "inverse")
 _chain = on_demand.function("orbax_t5x.transforms.chain", "Chain")
 
 _logger = logging.getLogger(__name__)
+
+_Taken = TypeVar("_Taken", contravariant=True)
+_Held = TypeVar("_Held", covariant=True)
+
+
+class Given(Generic[_Taken, _Held]):
+    """Type of a dataclass's field that its constructor converts: the type taken, and the type held."""
+
+    if TYPE_CHECKING:  # a descriptor in the eyes of type checkers, which tells the two types apart
+
+        def __get__(self, instance: Any, owner: Any = None) -> _Held: ...
+
+        def __set__(self, instance: Any, value: _Taken) -> None: ...
+
+    else:
+
+        def __class_getitem__(cls, types):
+            # What tools that read annotations show of the constructor.
+            return types[0]
 
 
 class Transform:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
-from orbax_t5x.transforms.base import AnyTransform, Transform
+from orbax_t5x.transforms.base import AnyTransform, Given, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import FlatState
@@ -24,7 +25,7 @@ class Chain(Transform):
       {'kernel': 1}
     """
 
-    steps: tuple[AnyTransform, ...]
+    steps: Given[Iterable[AnyTransform], tuple[AnyTransform, ...]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import LazyArray
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.base import Given, Transform
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, Rule, new_name, pattern_tuple, rule_text, rule_tuple
@@ -125,7 +126,7 @@ class Rename(ByRules):
       {'encoder': {'layers_0': {'w': 1}}, 'step': 3}
     """
 
-    rules: tuple[Rule, ...]
+    rules: Given[Iterable[Rule], tuple[Rule, ...]]
     require_match: bool = True
 
     def __post_init__(self) -> None:
@@ -148,7 +149,7 @@ class Rename(ByRules):
 class _Select(ByRules):
     """Base of transforms that select leaves by their names."""
 
-    patterns: tuple[Pattern, ...]
+    patterns: Given[Pattern | Iterable[Pattern], tuple[Pattern, ...]]
     require_match: bool = True
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class RepeatLayers(ByRules):
 
     pattern: Pattern
     depth: int
-    how: str | tuple[int, ...] = "interleave"
+    how: str | Sequence[int] = "interleave"
     axis: int | None = None
     require_match: bool = True
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
+from collections.abc import Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from orbax_t5x.lazy import UnfilledLeaf, View, broadcast_to, pad
 from orbax_t5x.lazy.keys import is_keys
+from orbax_t5x.transforms.base import Given
 from orbax_t5x.transforms.by_rules import InPlace
 from orbax_t5x.transforms.patterns.table import Pattern, pattern_text
 from orbax_t5x.trees.dtypes import kind_of
@@ -68,7 +70,7 @@ class Pad(InPlace):
     """
 
     pattern: Pattern
-    shape: tuple[int | None, ...]
+    shape: Given[int | Sequence[int | None] | None, tuple[int | None, ...]]
     value: complex | Filling = 0
     require_match: bool = True
 
@@ -137,6 +139,8 @@ def _fits_dtype(value: complex, dtype: np.dtype) -> bool:
 
 IndexItem = int | EllipsisType | tuple[int | None, int | None, int | None] | None
 """One part of an index; a slice is (start, stop, step)."""
+AnyIndexItem = IndexItem | slice
+"""The same, or a slice of Python's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Slice(InPlace):
     """
 
     pattern: Pattern
-    index: tuple[IndexItem, ...]
+    index: Given[AnyIndexItem | tuple[AnyIndexItem, ...], tuple[IndexItem, ...]]
     require_match: bool = True
 
     def __post_init__(self) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, all_equal, average
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.base import Given, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
 from orbax_t5x.transforms.state import NewState, combine_leaves
@@ -42,7 +42,7 @@ class Average(Transform):
       array([0.25, 0.25])
     """
 
-    weights: Weights
+    weights: Given[Mapping[str, float] | Sequence[float | tuple[str, float]], Weights]
     pattern: Pattern = ".*"
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class Overlay(Transform):
       {'w': 1, 'bias': 3}
     """
 
-    sources: tuple[str, ...]
+    sources: Given[Iterable[str], tuple[str, ...]]
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, str):

@@ -10,6 +10,7 @@ from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, concatenate
+from orbax_t5x.transforms.base import Given
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, new_name, pattern_text, pattern_tuple
@@ -35,9 +36,9 @@ class Split(OnePattern):
     """
 
     pattern: Pattern
-    into: tuple[str, ...]
+    into: Given[Iterable[str], tuple[str, ...]]
     axis: int
-    sizes: tuple[int, ...] | None = None
+    sizes: Sequence[int] | None = None
     require_match: bool = True
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class Concat(ByRules):
       (4, 16)
     """
 
-    patterns: tuple[Pattern, ...]
+    patterns: Given[Pattern | Iterable[Pattern], tuple[Pattern, ...]]
     into: str
     axis: int
     require_match: bool = True

@@ -38,7 +38,7 @@ class AdafactorSlots(Transform):
       {'w': (128,)}
     """
 
-    rules: tuple[tuple[str, tuple[FactorDim, ...]], ...] = ()
+    rules: Sequence[tuple[str, Sequence[FactorDim]]] = ()
 
     def __post_init__(self) -> None:
         given: Any = self.rules

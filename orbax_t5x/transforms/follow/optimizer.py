@@ -23,7 +23,6 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.move import MovedLeaves, NewParameter, is_placeholder_for, move_leaves
 from orbax_t5x.transforms.follow.slots import (
     STANDARD_ROOTS,
-    Roots,
     Slot,
     SlotNames,
     SlotTree,
@@ -66,8 +65,8 @@ class FollowOptimizer(Transform):
     """
 
     transform: AnyTransform
-    factors: tuple[tuple[Pattern, Spec], ...] = ()
-    roots: Roots = STANDARD_ROOTS
+    factors: Sequence[tuple[Pattern, Sequence[str]]] = ()
+    roots: Sequence[tuple[str, str]] = STANDARD_ROOTS
 
     def __post_init__(self) -> None:
         given: Any = self.factors

@@ -56,7 +56,7 @@ class SlotNames:
       roots: pairs (root of parameters, root of the optimizer's state).
     """
 
-    roots: Roots = STANDARD_ROOTS
+    roots: Sequence[tuple[str, str]] = STANDARD_ROOTS
 
     def _split(self, name: str, side: int) -> tuple[StateRoot, str] | None:
         """Splits a name into its train state and its path below the root of a side (0: parameters, 1: state)."""
