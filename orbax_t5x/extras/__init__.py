@@ -1,1 +1,4 @@
-"""Outer parts of the package, a folder each; the core reaches them by its registries only."""
+"""Outer parts of the package, a folder each.
+
+The core reaches them by its registries only.
+"""

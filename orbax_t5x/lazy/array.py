@@ -1,4 +1,6 @@
-"""`LazyArray`, T5X's base class, and its two children that call a function to get their value.
+"""`LazyArray`, T5X's base class, and its two children.
+
+The children call a function to get their value.
 
 A lazy array knows its shape and dtype and holds no data; `get()` reads it. These kinds read whole, however little is
 wanted: a function is opaque. Views (`view.py`) are the kind that reads boxes. No thread is made before the first
@@ -21,7 +23,9 @@ from orbax_t5x.trees.narrow import is_mapping
 
 
 class LazyArray(abc.ABC):
-    """An array that is not read yet: shape and dtype are known, the value comes from `get()`.
+    """Unread array of known shape and dtype.
+
+    The value comes from `get()`.
 
     Subclass it and implement `get` and `get_async`, or use one of its kinds.
 
@@ -88,7 +92,10 @@ class LazyArray(abc.ABC):
         return np.asarray((self if dtype is None else self.astype(dtype)).get())
 
     def _no_arithmetic(self, other: Any = None) -> Any:
-        """Raises a TypeError that names the alternative; with a NumPy array NumPy computes, which reads this one."""
+        """Raises a TypeError that names the alternative.
+
+        With a NumPy array, NumPy computes, which reads this array.
+        """
         if hasattr(other, "__array__") and not isinstance(other, LazyArray):
             return NotImplemented
         raise TypeError(
@@ -111,14 +118,19 @@ class LazyArray(abc.ABC):
 
 
 class _FunctionPool:
-    """A class attribute that is the pool of the process, which is made when the attribute is first read."""
+    """Class attribute with the process's pool.
+
+    The pool is made when the attribute is first read.
+    """
 
     def __get__(self, instance: object, owner: type) -> concurrent.futures.Executor:
         return function_pool()
 
 
 class LazyThreadPoolArray(LazyArray):
-    """A lazy array whose `get_fn` blocks; `get_async` calls it in a pool of threads.
+    """Lazy array with a blocking `get_fn`.
+
+    `get_async` calls it in a pool of threads.
 
     Attributes:
       executor: the pool, one for all such arrays unless a subclass (or an assignment to the class) sets another.
@@ -132,7 +144,7 @@ class LazyThreadPoolArray(LazyArray):
     executor: ClassVar[Any] = _FunctionPool()
 
     def get(self) -> Any:
-        """Calls the function; casts if its dtype is not the declared one."""
+        """Calls the function, and casts to the declared dtype."""
         try:
             value = self._get_fn()
         except StopIteration as error:
@@ -149,7 +161,9 @@ class LazyThreadPoolArray(LazyArray):
 
 
 class LazyAwaitableArray(LazyArray):
-    """A lazy array whose `get_fn` returns an awaitable: a coroutine, or a TensorStore future.
+    """Lazy array with a `get_fn` that returns an awaitable.
+
+    A coroutine, or a TensorStore future.
 
     Example:
       >>> async def read():
@@ -173,7 +187,9 @@ class LazyAwaitableArray(LazyArray):
     def from_tensor_store_spec(
         cls, ts_spec: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None, *, bfloat16_as_uint16: bool = False
     ) -> Self:
-        """Returns a lazy array with the shape that a TensorStore spec records; the spec is not opened.
+        """Makes a lazy array from a TensorStore spec.
+
+        The shape is the spec's; the spec is not opened.
 
         Args:
           ts_spec: a `tensorstore.Spec`, or its JSON form.
@@ -206,7 +222,10 @@ class LazyAwaitableArray(LazyArray):
         return cls.from_array(maybe_ts_spec, get_fn, dtype)
 
     def get(self) -> Any:
-        """Awaits the function, in an event loop of another thread: works with and without a running loop."""
+        """Awaits the function, with or without a running loop.
+
+        It uses an event loop of another thread.
+        """
         found: list[Any] = []
 
         async def read() -> None:
@@ -216,12 +235,12 @@ class LazyAwaitableArray(LazyArray):
         return found[0]
 
     async def get_async(self) -> Any:
-        """Awaits the function; casts if its dtype is not the declared one."""
+        """Awaits the function, and casts to the declared dtype."""
         return self._as_declared(await self._get_fn())
 
 
 class _Bfloat16Bits:
-    """A get_fn whose uint16 result is read as bfloat16 bits."""
+    """A get_fn that reads a uint16 result as bfloat16 bits."""
 
     def __init__(self, get_fn: Callable[[], Awaitable[Any]]):
         self._get_fn = get_fn
@@ -232,7 +251,10 @@ class _Bfloat16Bits:
 
 
 def _spec_shape_dtype(ts_spec: Any, default_dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns the shape and dtype that zarr or N5 metadata, or the spec itself, record; the default for none."""
+    """Returns the shape and dtype in metadata or the spec.
+
+    The default if no dtype is recorded.
+    """
     json: Mapping[str, Any] = ts_spec if is_mapping(ts_spec) else ts_spec.to_json()
     metadata: Mapping[str, Any] = json.get("metadata") or {}
     shape = metadata.get("shape", metadata.get("dimensions"))

@@ -1,4 +1,6 @@
-"""Nodes that place inputs side by side: stack on a new axis, concatenate along one.
+"""Nodes that place inputs side by side: stack and concatenate.
+
+Stack on a new axis, concatenate along an axis.
 
 Both write straight into the buffer and read only the inputs that overlap a box.
 """
@@ -20,7 +22,10 @@ from orbax_t5x.lazy.strided import strided
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StackNode(Node):
-    """Inputs of one shape and dtype side by side on a new axis; make it with `stacked`."""
+    """Inputs side by side on a new axis.
+
+    They have the same shape and dtype; make it with `stacked`.
+    """
 
     axis: int
 
@@ -56,14 +61,20 @@ class StackNode(Node):
 
 
 def stacked(inputs: tuple[Node, ...], axis: int) -> StackNode:
-    """Stacks at least one input, all of one shape and dtype, on a new axis."""
+    """Stacks inputs on a new axis.
+
+    There is at least an input; all have the same shape and dtype.
+    """
     shape = inputs[0].shape
     return StackNode((*shape[:axis], len(inputs), *shape[axis:]), inputs[0].dtype, inputs, axis)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ConcatNode(Node):
-    """Inputs of one dtype one after the other along an axis; make it with `concatenated`."""
+    """Inputs in order along an axis.
+
+    They have the same dtype; make it with `concatenated`.
+    """
 
     axis: int
     # Where each input ends along the axis.
@@ -73,7 +84,10 @@ class ConcatNode(Node):
         return f"concatenation of {len(self.inputs)} on axis {self.axis}"
 
     def _touched(self, first: int, last: int) -> list[tuple[Node, int, int, int]]:
-        """Returns (input, first, last, position in the output) of each input that overlaps a range along the axis."""
+        """Returns the inputs that overlap a range along the axis.
+
+        For each: (input, first, last, position in the output).
+        """
         touched: list[tuple[Node, int, int, int]] = []
         for i in range(bisect.bisect_right(self._ends, first), len(self.inputs)):
             base = self._ends[i - 1] if i else 0
@@ -122,14 +136,20 @@ class ConcatNode(Node):
 
 
 def concatenated(inputs: tuple[Node, ...], axis: int) -> ConcatNode:
-    """Concatenates at least one input, all of one dtype and of one shape but for the axis."""
+    """Concatenates inputs along an axis.
+
+    There is at least an input; all have the same dtype, and the same shape but for the axis.
+    """
     ends = tuple(itertools.accumulate(node.shape[axis] for node in inputs))
     shape = inputs[0].shape
     return ConcatNode((*shape[:axis], ends[-1], *shape[axis + 1 :]), inputs[0].dtype, inputs, axis, ends)
 
 
 def _output_of(index_map: IndexMap, axis: int) -> int | None:
-    """Returns the output dimension that belongs to an input dimension, or None where that stays at its start."""
+    """Returns the output dimension of an input dimension, or None.
+
+    None: that stays at its start.
+    """
     return next((position for position, (dim, _) in enumerate(index_map.maps) if dim == axis), None)
 
 
@@ -138,7 +158,10 @@ def _with_start(index_map: IndexMap, axis: int, start: int) -> tuple[int, ...]:
 
 
 def _whole_dimension(index_map: IndexMap, axis: int, position: int) -> IndexMap:
-    """Returns the index map with an input dimension and its output dimension left as they are."""
+    """Returns the index map with a dimension left whole.
+
+    An input dimension and its output dimension stay as they are.
+    """
     maps = (*index_map.maps[:position], (axis, 1), *index_map.maps[position + 1 :])
     return index_map._replace(start=_with_start(index_map, axis, 0), maps=maps)
 

@@ -31,7 +31,10 @@ def box_slices(box: Box) -> tuple[slice, ...]:
 
 
 def intersect(box: Box, other: Box) -> Box | None:
-    """Returns the intersection of two boxes of one rank, or None where it is empty."""
+    """Intersects two boxes of the same rank.
+
+    None: it is empty.
+    """
     shared = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)])
     for first, last in shared:
         if first >= last:
@@ -40,19 +43,25 @@ def intersect(box: Box, other: Box) -> Box | None:
 
 
 def bounding_box(boxes: Sequence[Box]) -> Box:
-    """Returns the smallest box that holds all of one rank; there is at least one."""
+    """Returns the smallest box that holds all boxes.
+
+    They have the same rank, and there is at least a box.
+    """
     sides = zip(*boxes, strict=True)
     return tuple([(min(low for low, _ in side), max(high for _, high in side)) for side in sides])
 
 
 def shift(box: Box, outer: Box) -> Box:
-    """Returns a box in the coordinates of an outer one: its own first element is index 0."""
+    """Returns a box in an outer box's coordinates.
+
+    The outer box's first element is index 0.
+    """
     return tuple([(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True)])
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def union_size(boxes: tuple[Box, ...]) -> int:
-    """Counts the elements of the union of boxes of one rank."""
+    """Counts the elements of a union of boxes of the same rank."""
     return _union_size(set(boxes))
 
 
@@ -79,5 +88,5 @@ def _union_size(boxes: Collection[Box]) -> int:
 
 
 def slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Returns a box as a NumPy index into an array that holds an outer box."""
+    """Returns a box as a NumPy index into an outer box's array."""
     return box_slices(shift(box, outer))

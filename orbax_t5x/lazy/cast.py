@@ -1,4 +1,6 @@
-"""Casts: as NumPy's `astype`, for every dtype, with or without a check that no value is lost.
+"""Casts as NumPy's `astype`, for every dtype.
+
+With or without a check that no value is lost.
 
 A cast reads into memory of its own and converts from there into the buffer. It gives no warnings: the
 caller of a cast accepts its losses.
@@ -29,7 +31,9 @@ _COMPARED_BYTES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CastNode(Node):
-    """The elements in another dtype, as NumPy's `astype` makes them; make it with `cast_node`.
+    """Elements in another dtype, as by NumPy's `astype`.
+
+    Make it with `cast_node`.
 
     With `mismatch`, reading raises that where a value does not survive the way there and back.
     """
@@ -75,12 +79,15 @@ class CastNode(Node):
 
 
 def leaf_mismatch(message: str, leaf: Leaf) -> CheckpointError:
-    """Makes the error of a stored value that its leaf may not hold."""
+    """Makes the error of a value that its leaf may not hold."""
     return LeafMismatchError(message, path=leaf.path or None, leaf=leaf.name)
 
 
 def cast_node(node: Node, dtype: np.dtype, mismatch: Mismatch | None = None) -> Node:
-    """Casts the elements of a node; the same dtype is the same node. A TypeError for numbers to text or the reverse."""
+    """Casts the elements of a node.
+
+    The same dtype is the same node. Numbers to text or the reverse are a TypeError.
+    """
     if dtype == node.dtype:
         return node
     cast_carrier(node.dtype, dtype)
@@ -94,7 +101,9 @@ def _carrier_itemsize(from_dtype: np.dtype, to_dtype: np.dtype) -> int:
 
 @lru_cache(maxsize=1024)
 def cast_carrier(from_dtype: np.dtype, to_dtype: np.dtype) -> np.dtype | None:
-    """Returns the intermediate dtype between two that NumPy cannot cast directly; None where it can.
+    """Returns the dtype between two dtypes, or None.
+
+    None: NumPy casts directly.
 
     Small integers go through int8 and small floats through float32, which hold each of their values.
     """

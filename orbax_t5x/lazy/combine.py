@@ -1,4 +1,6 @@
-"""Nodes that compute one array from several: a weighted average, and one of several arrays that must be equal.
+"""Nodes of several arrays: averages, and equal arrays.
+
+An array is computed from them, or they must be equal.
 
 Each input is read once, box by box: the first of equals into the buffer, all others into memory of their own.
 """
@@ -26,7 +28,10 @@ _COMPARED_BYTES = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AverageNode(Node):
-    """The weighted average of arrays of one shape, with weights of sum 1; make it with `average_node`."""
+    """Weighted average of arrays of the same shape.
+
+    The weights have sum 1; make it with `average_node`.
+    """
 
     weights: tuple[float, ...]
     sum_dtype: np.dtype
@@ -60,7 +65,7 @@ class AverageNode(Node):
         cast_into(out, total)
 
     def _check_range(self, total: np.ndarray) -> None:
-        """Raises where an integer would wrap around."""
+        """Raises if an integer would wrap around."""
         info = ml_dtypes.iinfo(self.dtype)
         # The next float above the largest 64-bit integer is the first that does not fit.
         fits = (total >= float(int(info.min))) & (total < float(int(info.max) + 1))
@@ -74,7 +79,9 @@ class AverageNode(Node):
 
 
 def average_node(inputs: Sequence[Node], weights: Sequence[float]) -> AverageNode:
-    """Makes the weighted average as `numpy.average` does: the weights are divided by their sum.
+    """Makes the weighted average as `numpy.average` does.
+
+    The weights are divided by their sum.
 
     The result has the dtype that JAX's promotion gives for the inputs' dtypes, integers rounded to the nearest even.
     Sums are made in float32, or in float64 where an input or the result has 64 bits or is an integer (complex
@@ -101,7 +108,9 @@ def average_node(inputs: Sequence[Node], weights: Sequence[float]) -> AverageNod
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AllEqualNode(Node):
-    """The first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not.
+    """The first of arrays that must be equal bit for bit.
+
+    If not, reading raises `LeafMismatchError`.
 
     Attributes:
       advice: for people whose arrays differ, after the error's text.
@@ -140,7 +149,10 @@ class AllEqualNode(Node):
 
 
 def _same_bits(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Compares two arrays of one dtype bit by bit: NaN equals itself, -0 does not equal 0."""
+    """Compares two arrays of the same dtype bit by bit.
+
+    NaN equals itself, -0 does not equal 0.
+    """
     if left.dtype.kind == "O":
         return left == right
     if left.dtype.kind == "c":

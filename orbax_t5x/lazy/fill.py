@@ -1,4 +1,6 @@
-"""Elements that only a restore knows: their placeholder, and the replacement of it.
+"""Placeholders of elements that only a restore knows.
+
+And their replacement.
 
 A transform that runs only on the checkpoint's leaves puts `UnfilledLeaf` where new elements go. When the leaf of the
 target is known, `fill` gives it the elements at the same place of another array: it follows what was done to the leaf
@@ -59,7 +61,9 @@ def has_unfilled(leaves: Sequence[Leaf]) -> bool:
 
 
 def fill(node: Node, values: Node) -> Node:
-    """Replaces the placeholders of a node by the elements of `values`, of its shape and final dtype.
+    """Replaces the placeholders of a node by values.
+
+    `values` has its shape and final dtype.
 
     A ValueError, which names the operation, where unknown elements were computed with or left out in between.
     """
@@ -114,7 +118,10 @@ def _concatenated_parts(node: ConcatNode, values: Node) -> Iterator[Node]:
 
 
 def _inverse(node: StridedNode) -> IndexMap | None:
-    """Returns the inverse of a node's index map; None where it drops or repeats elements."""
+    """Inverts a node's index map, or returns None.
+
+    None: it drops or repeats elements.
+    """
     start, maps, shape = node.index_map
     axis_of = {dim: axis for axis, (dim, _) in enumerate(maps) if dim >= 0}
     back_start = [0] * len(shape)

@@ -1,4 +1,6 @@
-"""Index arithmetic of views on integers: NumPy indices, reshapes and runs of elements as boxes.
+"""Index arithmetic of views on integers.
+
+NumPy indices, reshapes and runs of elements as boxes.
 
 Nothing here knows views or leaves, or touches an element. The one bound, `GAP_BYTES`, decides in one place when
 elements that are not wanted are read: less than that between two wanted runs is read over, as readers of byte ranges do
@@ -36,7 +38,10 @@ class IndexMap(NamedTuple):
 
 
 def compose(inner: IndexMap, outer: IndexMap) -> IndexMap:
-    """Composes two index maps: the result over inner's input equals `outer` after `inner`."""
+    """Composes two index maps.
+
+    The result over inner's input equals `outer` after `inner`.
+    """
     start = list(inner.start)
     for dim, first in enumerate(outer.start):
         input_dim, step = inner.maps[dim]
@@ -50,7 +55,10 @@ def compose(inner: IndexMap, outer: IndexMap) -> IndexMap:
 
 
 def basic_index(key: Any, shape: tuple[int, ...]) -> IndexMap:
-    """Makes the index map of basic indexing (integers, slices, None, Ellipsis); an IndexError gives the shape."""
+    """Makes the index map of basic indexing.
+
+    Integers, slices, None, Ellipsis; an IndexError gives the shape.
+    """
     keys: tuple[Any, ...] = key if is_tuple(key) else (key,)
     ellipses = sum(1 for k in keys if k is Ellipsis)
     if ellipses > 1:
@@ -91,7 +99,7 @@ def _slice_indices(key: slice, size: int) -> tuple[int, int, int]:
 
 
 def _integer(key: Any, dim: int, shape: tuple[int, ...]) -> int:
-    """Returns one integer index, counted from the front."""
+    """Returns an integer index, counted from the front."""
     is_bool = isinstance(key, bool) or getattr(getattr(key, "dtype", None), "kind", "") == "b"
     if is_bool or getattr(key, "ndim", 0) != 0 or not hasattr(key, "__index__"):
         raise IndexError(
@@ -105,7 +113,10 @@ def _integer(key: Any, dim: int, shape: tuple[int, ...]) -> int:
 
 
 def normalize_axis(axis: Any, rank: int) -> int:
-    """Returns an axis counted from the front; a ValueError (also NumPy's AxisError) where it is out of range."""
+    """Returns an axis counted from the front.
+
+    Out of range is a ValueError (also NumPy's AxisError).
+    """
     value = operator.index(axis)
     if not -rank <= value < rank:
         raise ValueError(f"axis {value} is out of bounds for an array of rank {rank}")
@@ -113,7 +124,10 @@ def normalize_axis(axis: Any, rank: int) -> int:
 
 
 def reshape_target(shape: tuple[int, ...], wanted: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the new shape with -1 filled in; a ValueError where the numbers of elements differ."""
+    """Returns the new shape with -1 filled in.
+
+    Different numbers of elements are a ValueError.
+    """
     new = [operator.index(size) for size in wanted]
     size = math.prod(shape)
     holes = [i for i, extent in enumerate(new) if extent == -1]
@@ -126,7 +140,10 @@ def reshape_target(shape: tuple[int, ...], wanted: Sequence[Any]) -> tuple[int, 
 
 
 def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns the finest pairs (old sizes, new sizes) of equal product, in order; every size is at least 2."""
+    """Returns the finest pairs (old sizes, new sizes).
+
+    Their products are equal, in order; every size is at least 2.
+    """
     groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(old):
@@ -143,7 +160,9 @@ def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[i
 
 
 def interval_boxes(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[Box, int, int]]:
-    """Cuts the flat interval [start, stop) of an array of `sizes` into at most 2·rank - 1 boxes.
+    """Cuts the flat interval [start, stop) into boxes.
+
+    There are at most 2·rank - 1 boxes of an array of `sizes`.
 
     Each is (box, first, last): the box holds the flat elements [first, last) in order.
     """
@@ -172,7 +191,10 @@ def _prefixed(row: int, inner: int, pieces: list[tuple[Box, int, int]]) -> list[
 
 
 class FlatRun(NamedTuple):
-    """A flat interval that covers a box of several dimensions; `exact` where it holds nothing else."""
+    """A flat interval that covers a box.
+
+    The box has several dimensions; `exact`: the interval holds nothing else.
+    """
 
     start: int
     stop: int
@@ -181,7 +203,9 @@ class FlatRun(NamedTuple):
 
 
 def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[FlatRun]:
-    """Covers a non-empty box of an array of `sizes` by flat intervals, over gaps below `GAP_BYTES` only.
+    """Covers a box by flat intervals.
+
+    It is non-empty, in an array of `sizes`; only gaps below `GAP_BYTES` are covered.
 
     `row_bytes` are those that one element stands for: more than an item where further dimensions follow.
     """

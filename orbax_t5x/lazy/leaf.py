@@ -1,5 +1,6 @@
-"""Interface between readers and everything above them: a leaf has a name, a shape and a dtype, and fills buffers from
-boxes.
+"""Interface of leaves between readers and all above them.
+
+A leaf has a name, a shape and a dtype, and fills buffers from boxes.
 
 Readers subclass `Leaf`; views compose leaves; the executor calls `read_into`. Nothing else reads array bytes. A leaf
 never allocates more than was requested beyond a bounded staging buffer, never follows what a file merely claims, and
@@ -22,7 +23,7 @@ from orbax_t5x.storage.interface import StoredFile
 
 
 class Request(NamedTuple):
-    """A box to read, and the buffer `out` to fill with its elements.
+    """A box to read, and the buffer `out` for its elements.
 
     `out` has the leaf's dtype and the shape of the box; it is writable, and may have any strides, negative ones
     included.
@@ -41,7 +42,7 @@ class FileExtent(NamedTuple):
 
 
 class Checksums(abc.ABC):
-    """Checksums that a checkpoint keeps of one leaf's data.
+    """Checksums that a checkpoint keeps of a leaf's data.
 
     Attributes:
       error: why they cannot be used, or None. Verifying raises it.
@@ -68,7 +69,9 @@ class UnusableChecksums(Checksums):
 
 
 class Leaf(abc.ABC):
-    """One stored array. Leaves are compared and hashed by identity.
+    """A stored array.
+
+    Leaves are compared and hashed by identity.
 
     Attributes:
       name: '/'-joined name as the checkpoint has it; errors name it.
@@ -100,22 +103,30 @@ class Leaf(abc.ABC):
 
     @property
     def checksums(self) -> Checksums | None:
-        """The checksums that the checkpoint keeps of the data, or None."""
+        """The checkpoint's checksums of the data, or None."""
         return None
 
     @property
     def repeated(self) -> tuple[int, ...]:
-        """The dimensions along which all elements are the same, and stored once."""
+        """The dimensions along which all elements are the same.
+
+        They are stored once.
+        """
         return ()
 
     @property
     def chunk_checksum(self) -> str | None:
-        """The codec that compares a checksum of each chunk whenever one is read ("gzip", …), or None."""
+        """The codec that checks each chunk at reading, or None.
+
+        It compares the chunk's checksum ("gzip", …).
+        """
         return None
 
     @abc.abstractmethod
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Fills every request's buffer, completely, reading each stored byte at most once for all of them.
+        """Fills every request's buffer, completely.
+
+        Each stored byte is read at most once for all of them.
 
         All requests that one execution has for this leaf at a time come in one call; boxes may overlap. A reader of
         byte ranges reads runs in file order, over gaps below 4 KiB, straight into `out` where the run is contiguous
@@ -128,7 +139,9 @@ class Leaf(abc.ABC):
         """
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns the bytes that one read of these boxes adds to `ReadStats.bytes_read`; plans count so in advance.
+        """Returns the bytes of reading boxes together, for plans.
+
+        They are as a read adds them to `ReadStats.bytes_read`.
 
         Here the bytes of their elements, decoded, an element of several boxes once. A leaf that reads more than the
         requested elements, or nothing, counts that instead.
@@ -136,7 +149,10 @@ class Leaf(abc.ABC):
         return union_size(boxes) * self.dtype.itemsize
 
     async def check_for_all(self, stats: ReadStats) -> None:
-        """Proves that the files are unchanged, where this process is the one of its job that does so for all."""
+        """Proves that the files are unchanged, once in a job.
+
+        Only a single process of the job does so for all.
+        """
         del stats  # most leaves prove it with each read
 
     async def verify_checksum(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool | None:
@@ -155,19 +171,27 @@ class Leaf(abc.ABC):
         return None if checksums is None else await checksums.verify(stats, ranges)
 
     def raise_error(self) -> None:
-        """Raises `error` where there is one, a new exception each time: a traceback belongs to one raise."""
+        """Raises `error` if it is set.
+
+        It is a new exception each time: a traceback belongs to a single raise.
+        """
         if self.error is not None:
             raise error_at(self.error, path=self.error.path, leaf=self.error.leaf)
 
 
 class BlockingLeaf(Leaf):
-    """A leaf that can be read by blocking calls, for a caller that has a thread of its own."""
+    """Leaf with blocking reads.
+
+    For a caller that has a thread of its own.
+    """
 
     __slots__ = ()
 
     @property
     def extent(self) -> FileExtent | None:
-        """The bytes of a file that a read of the whole leaf needs, or None for several files or unknown bytes.
+        """The file's bytes that a read of the whole needs, or None.
+
+        None: several files or unknown bytes.
 
         Small leaves whose extents are near are read together, from one window of the file.
         """

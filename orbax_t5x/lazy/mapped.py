@@ -1,4 +1,7 @@
-"""Node that applies an elementwise function of NumPy arrays, lazily, box by box."""
+"""Node of an elementwise function, lazily, box by box.
+
+The function is of NumPy arrays.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ class MappedNode(Node):
 
 @dataclasses.dataclass(frozen=True)
 class AffineFunction:
-    """The function `array * scale + offset`, in float32 or float64, rounded to the array's dtype once."""
+    """The function `array * scale + offset`.
+
+    It is computed in float32 or float64, and rounded to the array's dtype once.
+    """
 
     scale: float
     offset: float
@@ -62,7 +68,9 @@ class AffineFunction:
 
 
 def mapped_node(node: Node, function: Elementwise, text: str) -> Node:
-    """Applies a function to the elements of a node; a call with no elements tells the dtype of the result.
+    """Applies a function to the elements of a node.
+
+    A call with no elements tells the dtype of the result.
 
     Raises:
       TypeError: the function returns no array, or another dtype each time.

@@ -1,4 +1,6 @@
-"""Nodes: frozen data that maps an output box to boxes of leaves, and lowers it to reads and steps into a buffer.
+"""Nodes: frozen data that maps output boxes to leaves' boxes.
+
+They are lowered to reads and steps into a buffer.
 
 A node is a shape, a dtype and its inputs; it knows boxes, buffers and leaves, and nothing of the arrays that users
 hold. `add_requests` lists what reading a box will read. `lower` turns a box and a buffer into requests on leaves, which
@@ -45,13 +47,16 @@ class Lowering:
         return empty_array(shape, dtype)
 
     def add_step(self, step: Callable[[], None], temporary_bytes: int = 0) -> None:
-        """Adds a step to run after the reads, with the memory that it takes only while it runs."""
+        """Adds a step after the reads, with its working memory."""
         self.finish.append(step)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _MeasuringLowering(Lowering):
-    """A lowering that reads nothing, whose buffers have no memory; it adds up the sizes they would have."""
+    """Lowering that only measures.
+
+    It reads nothing, its buffers have no memory; it adds up the sizes they would have.
+    """
 
     held_bytes: int = 0
     temporary_bytes: int = 0
@@ -67,7 +72,10 @@ class _MeasuringLowering(Lowering):
 
 
 def memoryless(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Makes an array with the strides of a C-contiguous one over the memory of one element, not to be touched."""
+    """Makes a C-contiguous-looking array over a single element.
+
+    Its memory is not to be touched.
+    """
     strides: list[int] = []
     step = dtype.itemsize
     for size in reversed(shape):
@@ -110,18 +118,23 @@ class Node(abc.ABC):
 
     @abc.abstractmethod
     def describe_step(self) -> str:
-        """Describes the operation of this node on its inputs in short text for people."""
+        """Describes this node's operation on its inputs, for people."""
 
     @abc.abstractmethod
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the boxes of leaves that reading a box will read; pure, nothing is read."""
+        """Adds the boxes of leaves that reading a box will read.
+
+        Pure, nothing is read.
+        """
 
     @abc.abstractmethod
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Adds the requests and steps that fill `out` with a box."""
 
     def select(self, index_map: IndexMap) -> Node | None:
-        """Simplifies this node under an index map; None where a `StridedNode` over it is simplest.
+        """Simplifies this node under an index map, or returns None.
+
+        None: a `StridedNode` over it is simplest.
 
         The index map is not the identity, and some element is left.
         """
@@ -130,7 +143,9 @@ class Node(abc.ABC):
     # What plans and executors use.
 
     def requests(self, box: Box) -> list[tuple[Leaf, Box]]:
-        """Returns the boxes of leaves that reading a box will read; pure, nothing is read.
+        """Returns the boxes of leaves that reading a box will read.
+
+        Pure, nothing is read.
 
         `lower` asks for the same elements; it may cut one of these boxes into several where its buffer is scattered.
         """
@@ -157,7 +172,9 @@ class Node(abc.ABC):
         return lowered
 
     def scratch_bytes(self, box: Box, like: np.ndarray | None = None) -> int:
-        """Returns the memory that lowering and finishing a box takes beside the buffer.
+        """Returns the memory for a box beside the buffer.
+
+        It is that of lowering and finishing.
 
         Args:
           box: what is to be read.
@@ -172,7 +189,7 @@ class Node(abc.ABC):
         return measured.held_bytes + measured.temporary_bytes
 
     def leaves(self) -> tuple[Leaf, ...]:
-        """Returns the leaves that this node is made of, each once, in order."""
+        """Lists the leaves of this node, each once, in order."""
         found: dict[Leaf, None] = {}
         pending: list[Node] = [self]
         seen: set[Node] = set()
@@ -186,7 +203,10 @@ class Node(abc.ABC):
         return tuple(found)
 
     def describe(self) -> str:
-        """Describes all operations on the leaves in short text for people; empty for a bare leaf."""
+        """Describes all operations on the leaves, for people.
+
+        Empty for a bare leaf.
+        """
         texts: list[str] = []
         node: Node = self
         follows = ""
@@ -206,7 +226,10 @@ class Node(abc.ABC):
         return ", ".join(text for text in reversed(texts) if text)
 
     def summary(self) -> str:
-        """Returns shape, dtype, leaves and operations as one text; no data."""
+        """Returns shape, dtype, leaves and operations as text.
+
+        There is no data in it.
+        """
         leaves = self.leaves()
         # Beside what is read, constants are no more than the description of them.
         named = [leaf for leaf in leaves if not leaf.is_value] or leaves
@@ -227,7 +250,10 @@ def _is_empty(box: Box) -> bool:
 
 
 def _inputs_text(texts: list[str]) -> str:
-    """Describes the operations on several inputs: once where all are the same, else with the inputs' numbers."""
+    """Describes the operations on several inputs.
+
+    They are described once if all are the same, else with the inputs' numbers.
+    """
     inputs_of: dict[str, list[str]] = {}
     for number, text in enumerate(texts, 1):
         inputs_of.setdefault(text, []).append(str(number))
@@ -274,5 +300,8 @@ def leaf_node(leaf: Leaf) -> LeafNode:
 
 
 def copy_step(lowered: Lowering, out: np.ndarray, values: np.ndarray) -> None:
-    """Adds a step that copies values of the same dtype into a buffer that does not overlap them."""
+    """Adds a step that copies values of the same dtype.
+
+    The buffer does not overlap them.
+    """
     lowered.add_step(partial(np.copyto, out, values))

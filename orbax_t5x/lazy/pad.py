@@ -18,7 +18,10 @@ from orbax_t5x.lazy.strided import strided
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PadNode(Node):
-    """The first input at the origin of the larger second one, which gives all elements beyond it; see `padded`."""
+    """An input at the origin of a larger input.
+
+    The second input gives all elements beyond the first; see `padded`.
+    """
 
     filling: str
 
@@ -54,7 +57,10 @@ class PadNode(Node):
         return padded(old, strided(self.filler, index_map), self.filling)
 
     def _cut(self, box: Box) -> tuple[Box | None, list[Box]]:
-        """Returns the intersection of a box with the old array, or None, and boxes of all the rest."""
+        """Cuts a box at the old array's borders.
+
+        Returns the intersection, or None, and boxes of all the rest.
+        """
         beyond: list[Box] = []
         for dim, size in enumerate(self.input.shape):
             first, last = box[dim]
@@ -81,5 +87,8 @@ class PadNode(Node):
 
 
 def padded(old: Node, filler: Node, filling: str) -> Node:
-    """Grows an array to the shape of another of its rank and dtype, no size of which is smaller."""
+    """Grows an array to the shape of another array.
+
+    Rank and dtype are the same, and no size is smaller.
+    """
     return old if old.shape == filler.shape else PadNode(filler.shape, old.dtype, (old, filler), filling)

@@ -40,13 +40,19 @@ def group_reads(reads: Iterable[tuple[Leaf, Request]]) -> list[LeafReads]:
 
 
 async def read_leaves(groups: Sequence[LeafReads], stats: ReadStats) -> None:
-    """Reads and verifies leaves at the same time; the first failure cancels the others and is raised."""
+    """Reads and verifies leaves at the same time.
+
+    The first failure cancels the other reads and is raised.
+    """
     await read_all(groups, stats)
     await wait_all(leaf.verify_checksum(stats, stats.ranges(leaf)) for leaf, _ in groups)
 
 
 async def read_all(reads: Iterable[LeafReads], stats: ReadStats) -> None:
-    """Reads leaves at the same time, small neighbours in a file together; nothing is verified."""
+    """Reads leaves at the same time, without verification.
+
+    Small neighbours in a file are read together.
+    """
     neighbours, rest = _neighbours(reads)
     pool = waiting_pool() if any(leaf.is_remote for some in neighbours for leaf, _ in some) else reader_pool()
     together = [run_in_pool(pool, _read_neighbours, some, stats) for some in neighbours]
@@ -54,7 +60,10 @@ async def read_all(reads: Iterable[LeafReads], stats: ReadStats) -> None:
 
 
 def read_all_blocking(reads: Iterable[LeafReads], stats: ReadStats, is_stopped: Callable[[], bool]) -> bool:
-    """Does `read_all` for leaves that block, in the calling thread; returns False if it was stopped."""
+    """Does `read_all` for blocking leaves, in this thread.
+
+    Returns False if it was stopped.
+    """
     neighbours, rest = _neighbours(reads)
     for some in neighbours:
         if is_stopped():
@@ -69,7 +78,7 @@ def read_all_blocking(reads: Iterable[LeafReads], stats: ReadStats, is_stopped: 
 
 
 def _neighbours(reads: Iterable[LeafReads]) -> tuple[list[list[LeafReads]], list[LeafReads]]:
-    """Divides reads into those of small whole leaves, by file, and the rest."""
+    """Divides reads into small whole leaves, by file, and the rest."""
     by_file: dict[StoredFile, list[LeafReads]] = {}
     rest: list[LeafReads] = []
     for leaf, requests in reads:
@@ -82,7 +91,7 @@ def _neighbours(reads: Iterable[LeafReads]) -> tuple[list[list[LeafReads]], list
 
 
 def _shared_extent(leaf: Leaf, requests: Sequence[Request]) -> FileExtent | None:
-    """Returns the extent of a small leaf of which about all is wanted, or None."""
+    """Returns a small, mostly wanted leaf's extent, or None."""
     extent = leaf.extent if isinstance(leaf, BlockingLeaf) and leaf.error is None else None
     if extent is None or extent.stop - extent.start > _SHARED_BYTES:
         return None
@@ -93,7 +102,9 @@ def _shared_extent(leaf: Leaf, requests: Sequence[Request]) -> FileExtent | None
 
 
 def _read_neighbours(reads: Sequence[LeafReads], stats: ReadStats) -> None:
-    """Reads small leaves of one file by windows, and proves once that it has not changed; blocks.
+    """Reads small leaves of a file by windows.
+
+    It proves once that the file has not changed; blocks.
 
     A window that cannot be read is read again leaf by leaf, so that the error names the right one.
     """
@@ -118,7 +129,7 @@ def _read_neighbours(reads: Sequence[LeafReads], stats: ReadStats) -> None:
 def _read_members(
     window: FileWindow, reads: Sequence[LeafReads], extents: Sequence[FileExtent], stats: ReadStats
 ) -> int:
-    """Reads the leaves of a window; returns the bytes that their extents cover."""
+    """Reads the leaves of a window; returns their extents' bytes."""
     covered, end = 0, window.start
     for number in window.members:
         leaf, requests = reads[number]
@@ -131,7 +142,10 @@ def _read_members(
 
 
 def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
-    """Fills each buffer with a box of a node, reading every leaf once; returns what was read."""
+    """Fills buffers with boxes of a node, each leaf read once.
+
+    Returns the read stats.
+    """
     stats = ReadStats(verify)
     lowered = [(node.leaves()[0], _lower(node, box, out)) for node, box, out in items]
     groups = group_reads(read for _, one in lowered for read in one.reads)
@@ -164,7 +178,10 @@ def _lower(node: Node, box: Box, out: np.ndarray) -> Lowering:
 async def read_block(
     node: Node, box: Box, stats: ReadStats, snapshots: Mapping[Leaf, Leaf] | None = None
 ) -> np.ndarray:
-    """Reads a box of a node into a new buffer; leaves in `snapshots` are read from these."""
+    """Reads a box of a node into a new buffer.
+
+    Leaves in `snapshots` are read from these.
+    """
     first = node.leaves()[0]
     with naming_memory_errors(first.path, first.name):
         out = empty_array(box_shape(box), node.dtype)

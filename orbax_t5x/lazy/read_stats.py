@@ -1,4 +1,4 @@
-"""Read stats: the counters of one execution, and the checksums of the ranges that it read."""
+"""Read stats: counters and checksums of an execution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _DECODING_BYTES = 256 << 20
 
 
 class ChecksummedRange(NamedTuple):
-    """The checksum of the bytes [start, stop) of a leaf's checksummed extent, as they were read.
+    """Checksum of bytes [start, stop) as they were read.
+
+    They are of a leaf's checksummed extent.
 
     Or, with `times`, of equal ranges: the columns of a matrix are one range for each of its rows. Their `crc` is what
     they add to the checksum of bytes that end where the last of them ends (`Crc.combine_spread`).
@@ -33,7 +35,9 @@ class ChecksummedRange(NamedTuple):
 
 
 class ReadStats:
-    """Counters and checksums of one execution; filled by leaves, from any thread, reported by the executor.
+    """Counters and checksums of an execution.
+
+    Leaves fill them, from any thread; the executor reports them.
 
     Attributes:
       verify: which checksums are wanted ("touched", "full", "off"); a leaf computes none under "off".
@@ -63,7 +67,10 @@ class ReadStats:
             self.fill_chunks += fill_chunks
 
     def add_range(self, leaf: object, part: ChecksummedRange) -> None:
-        """Records the checksum of some bytes of a leaf; parts of one leaf may come in any order and may overlap."""
+        """Records the checksum of some bytes of a leaf.
+
+        Parts of a leaf may come in any order and may overlap.
+        """
         with self._lock:
             self._ranges.setdefault(leaf, []).append(part)
 
@@ -78,7 +85,10 @@ class ReadStats:
         return self
 
     def scoped(self) -> ReadStats:
-        """Makes read stats with ranges of their own, whose counters are added to these, too."""
+        """Makes read stats with ranges of their own.
+
+        Their counters are added to these, too.
+        """
         return _ScopedStats(self)
 
 

@@ -1,4 +1,6 @@
-"""Reshaping: a `JoinNode` merges adjacent dimensions, a `SplitNode` splits them; every reshape is one of each at most.
+"""Reshaping by a `JoinNode` and a `SplitNode` at most.
+
+A `JoinNode` merges adjacent dimensions, a `SplitNode` splits them.
 
 A join reads exactly what is wanted and writes straight into the buffer. A split reads, per box, the flat intervals that
 cover it; it writes straight into the buffer where the buffer's strides allow, in pieces of at least `GAP_BYTES` where
@@ -25,7 +27,10 @@ _Groups = tuple[tuple[int, ...], ...]
 
 
 def reshaped(node: Node, new: tuple[int, ...]) -> Node:
-    """Reshapes a node: the same elements in C order under another shape of the same size."""
+    """Reshapes a node to a shape of the same size.
+
+    The elements are the same in C order.
+    """
     node = _before_reshapes(node)
     shape = node.shape
     if new == shape:
@@ -53,7 +58,10 @@ def reshaped(node: Node, new: tuple[int, ...]) -> Node:
 
 
 def _before_reshapes(node: Node) -> Node:
-    """Returns the node under a chain of reshapes: only the last of them counts."""
+    """Returns the node under a chain of reshapes.
+
+    Only the last of them counts.
+    """
     while isinstance(node, JoinNode | SplitNode) or (
         isinstance(node, StridedNode) and node.only_reshapes and 0 not in node.shape
     ):
@@ -63,7 +71,10 @@ def _before_reshapes(node: Node) -> Node:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class JoinNode(Node):
-    """Adjacent dimensions merged into one, in C order: `groups` has the sizes that each dimension joins."""
+    """Adjacent dimensions merged in C order.
+
+    `groups` has the sizes that each dimension joins.
+    """
 
     groups: _Groups
 
@@ -90,7 +101,10 @@ class JoinNode(Node):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SplitNode(Node):
-    """Dimensions split into several, in C order: `groups` has the sizes that each dimension of the input becomes."""
+    """Dimensions split in C order.
+
+    `groups` has the sizes that each dimension of the input becomes.
+    """
 
     groups: _Groups
 
@@ -98,7 +112,10 @@ class SplitNode(Node):
         return f"reshape {self.shape}"
 
     def _pieces(self, box: Box) -> Iterator[tuple[FlatRun, ...]]:
-        """Returns every combination of runs, one for each dimension of the input."""
+        """Returns every combination of runs.
+
+        A combination has a run for each dimension of the input.
+        """
         runs: list[list[FlatRun]] = []
         at = len(box)
         row_bytes = self.dtype.itemsize
@@ -114,7 +131,10 @@ class SplitNode(Node):
             self.input.add_requests(_intervals(piece), found)
 
     def _cuts_are_large(self, covered: Box) -> bool:
-        """Reports whether each range still holds `GAP_BYTES` when the output is cut index by index."""
+        """Tests if ranges stay at `GAP_BYTES` or more when cut.
+
+        The output is cut index by index.
+        """
         at = len(covered)
         for sizes in reversed(self.groups):
             if len(sizes) > 1 and any(last - first > 1 for first, last in covered[at - len(sizes) : at - 1]):
@@ -133,7 +153,7 @@ class SplitNode(Node):
                 self._lower_covering(piece, into, lowered)
 
     def _lower_exact(self, piece: tuple[FlatRun, ...], into: np.ndarray, lowered: Lowering) -> None:
-        """Reads intervals that hold just what is wanted.
+        """Reads intervals that hold only wanted elements.
 
         Into the buffer; where its strides forbid, in pieces that it can take, or through memory of its own.
         """
@@ -155,7 +175,10 @@ class SplitNode(Node):
                 self._lower_exact(small, into[(slice(None),) * scattered + (slice(i - first, i - first + 1),)], lowered)
 
     def _scattered_axis(self, into: np.ndarray) -> int:
-        """Returns the first axis of a group that the buffer's strides do not allow to be joined, or -1."""
+        """Returns the first axis that the buffer cannot join, or -1.
+
+        It is of a group; the buffer's strides decide.
+        """
         at = 0
         for sizes in self.groups:
             axes = [axis for axis in range(at, at + len(sizes)) if into.shape[axis] > 1]
@@ -166,7 +189,10 @@ class SplitNode(Node):
         return -1
 
     def _lower_covering(self, piece: tuple[FlatRun, ...], into: np.ndarray, lowered: Lowering) -> None:
-        """Reads intervals with gaps into memory of whole rows, and copies what is wanted out of it."""
+        """Reads intervals with gaps, and copies the wanted elements.
+
+        They are read into memory of whole rows.
+        """
         shapes = [_aligned(run, sizes) for run, sizes in zip(piece, self.groups, strict=True)]
         flat = lowered.allocate(tuple(math.prod(shape) for shape in shapes), self.dtype)
         interval = _intervals(piece)
@@ -187,6 +213,9 @@ def _covered(piece: tuple[FlatRun, ...]) -> Box:
 
 
 def _aligned(run: FlatRun, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the run's box with every dimension below its first one of several indices made full."""
+    """Returns the run's box, widened to whole inner dimensions.
+
+    All are inner that are below its first dimension of several indices.
+    """
     outer = next((dim for dim, (first, last) in enumerate(run.box) if last - first > 1), len(sizes) - 1)
     return tuple(last - first if dim <= outer else sizes[dim] for dim, (first, last) in enumerate(run.box))

@@ -1,4 +1,7 @@
-"""Node that multiplies an array by the scale stored beside it: one number, or one for each row."""
+"""Node of an array times its stored scale.
+
+The scale is a number, or a number for each row.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ from orbax_t5x.trees.dtypes import kind_of
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ScaledNode(Node):
-    """The first input times the second, of one element or of its shape; make it with `scaled_node`."""
+    """Product of an input and a scale.
+
+    The second input has a single element or the shape of the first; make it with `scaled_node`.
+    """
 
     def describe_step(self) -> str:
         return f"times a scale, {self.dtype.name}"
@@ -61,7 +67,7 @@ class ScaledNode(Node):
 
 
 def scaled_node(node: Node, scale: Node) -> Node:
-    """Multiplies an array by a scale, in float32, or in float64 where one of them has 64 bits.
+    """Scales an array in float32, or float64 for 64-bit inputs.
 
     Raises:
       ValueError: the scale is neither one number nor one for each row.

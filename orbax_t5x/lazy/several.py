@@ -1,4 +1,7 @@
-"""Views made of several: stack, concatenate, average, pad, scale, add a product, require equality. Nothing is read."""
+"""Views made of several arrays; nothing is read.
+
+Stack, concatenate, average, pad, scale, add a product, require equality.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from orbax_t5x.lazy.view import View, as_view, repeat
 
 
 def stack(views: Iterable[Any], axis: int = 0) -> View:
-    """Stacks arrays of one shape on a new axis.
+    """Stacks arrays of the same shape on a new axis.
 
     Raises:
       ValueError: no array, or shapes or dtypes differ; the text names both.
@@ -68,7 +71,9 @@ def concatenate(views: Iterable[Any], axis: int = 0) -> View:
 
 
 def average(views: Iterable[Any], weights: Sequence[float]) -> View:
-    """Averages arrays of one shape with weights, as `numpy.average` does; computed box by box.
+    """Averages arrays with weights, as `numpy.average` does.
+
+    They have the same shape; computed box by box.
 
     Weights are divided by their sum. The result has the arrays' common dtype by JAX's promotion and is computed in
     float32 or wider; integers are rounded to the nearest even, and one that would leave its range raises
@@ -84,7 +89,9 @@ def average(views: Iterable[Any], weights: Sequence[float]) -> View:
 
 
 def pad(view: Any, filler: Any, filling: str) -> View:
-    """Places an array at the origin of a larger one, which gives all elements beyond it.
+    """Places an array at the origin of a larger array.
+
+    The larger array gives all elements beyond it.
 
     Args:
       view: what grows.
@@ -102,8 +109,9 @@ def pad(view: Any, filler: Any, filling: str) -> View:
 
 
 def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
-    """Computes `kernel + scale * tensordot(down, up, 1)`, box by box, in float32 or wider, rounded to the kernel's
-    dtype once.
+    """Computes `kernel + scale * tensordot(down, up, 1)` box by box.
+
+    In float32 or wider, rounded to the kernel's dtype once.
 
     Raises:
       ValueError: shapes that do not fit.
@@ -113,7 +121,9 @@ def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
 
 
 def scaled(view: Any, scale: Any) -> View:
-    """Multiplies an array by one number, or each row by its own, box by box, in float32 or wider.
+    """Multiplies an array by a number, or rows by numbers.
+
+    Box by box, in float32 or wider.
 
     Raises:
       ValueError: a scale of another shape.
@@ -123,7 +133,9 @@ def scaled(view: Any, scale: Any) -> View:
 
 
 def all_equal(views: Iterable[Any], *, advice: str = "") -> View:
-    """Returns the first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not.
+    """Returns the first of arrays that must be equal.
+
+    They are compared bit for bit; if they differ, reading raises `LeafMismatchError`.
 
     Args:
       views: the arrays.

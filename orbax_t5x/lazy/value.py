@@ -1,4 +1,4 @@
-"""Leaves that no checkpoint holds: arrays in memory, and arrays behind a function.
+"""Leaves outside checkpoints: arrays in memory or behind functions.
 
 A value leaf refers to the caller's array and copies nothing before it is read. Of a sharded `jax.Array` only the shards
 of this process that a box touches are brought to the host. An array behind a function is read whole for any box: its
@@ -22,7 +22,9 @@ from orbax_t5x.lazy.read_stats import ReadStats
 
 
 class ValueLeaf(BlockingLeaf):
-    """A constant: a NumPy array, a `jax.Array` (sharded or not), a scalar, or text.
+    """Constant: a NumPy or JAX array, a scalar, or text.
+
+    A `jax.Array` may be sharded.
 
     Attributes:
       value: what was given, as it was given.
@@ -81,7 +83,9 @@ class ValueLeaf(BlockingLeaf):
 
 
 class OpaqueLeaf(BlockingLeaf):
-    """A lazy array of the get_fn kind as a leaf; a read calls its function once and takes the boxes from the result.
+    """Leaf of a lazy array of the get_fn kind.
+
+    A read calls its function once and takes the boxes from the result.
 
     Attributes:
       array: the lazy array.
@@ -96,7 +100,10 @@ class OpaqueLeaf(BlockingLeaf):
         self.chunks: tuple[int, ...] | None = array.shape
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns the bytes of the whole array for any box: the function returns all of it."""
+        """Counts the whole array for any box.
+
+        The function returns all of it.
+        """
         return math.prod(self.shape) * self.dtype.itemsize if boxes else 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
@@ -126,7 +133,10 @@ class OpaqueLeaf(BlockingLeaf):
 
 
 def is_jax_array(value: Any) -> bool:
-    """Reports whether this is a `jax.Array`, without importing JAX: only those have this attribute."""
+    """Tests for a `jax.Array`, without importing JAX.
+
+    Only a `jax.Array` has this attribute.
+    """
     return hasattr(value, "addressable_shards")
 
 

@@ -34,7 +34,10 @@ _Composed = Callable[Concatenate["View", _Arguments], "View"]
 
 
 def _sound(compose: _Composed[_Arguments]) -> _Composed[_Arguments]:
-    """Decorates a method that composes: where it fails, the error of a leaf that cannot be read comes first."""
+    """Decorates a method that composes.
+
+    If it fails, the error of a leaf that cannot be read comes first.
+    """
 
     @functools.wraps(compose)
     def composed(self: View, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> View:
@@ -51,7 +54,9 @@ def _sound(compose: _Composed[_Arguments]) -> _Composed[_Arguments]:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class View(LazyArray):
-    """A lazy array that composes: indexing, transposing, reshaping and casting give views, `get()` reads.
+    """Lazy array that composes.
+
+    Indexing, transposing, reshaping and casting give views, `get()` reads.
 
     Attributes:
       node: what it is made of.
@@ -73,7 +78,10 @@ class View(LazyArray):
 
     @_sound
     def __getitem__(self, key: Any) -> View:
-        """Applies a basic index: integers, slices with any step, None and '...'."""
+        """Applies a basic index.
+
+        Integers, slices with any step, None and '...'.
+        """
         return self._with(strided(self.node, basic_index(key, self.shape)))
 
     @property
@@ -94,13 +102,16 @@ class View(LazyArray):
 
     @_sound
     def reshape(self, *shape: Any) -> View:
-        """Reshapes in C order; one size may be -1."""
+        """Reshapes in C order; a single size may be -1."""
         new: Any = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape
         return self._with(reshaped(self.node, reshape_target(self.shape, tuple(new))))
 
     @_sound
     def astype(self, dtype: Any) -> View:
-        """Casts the elements as NumPy's `astype` does; the same dtype is the same view."""
+        """Casts the elements as NumPy's `astype` does.
+
+        The same dtype is the same view.
+        """
         return self._with(cast_node(self.node, np.dtype(dtype)))
 
     def map(self, fn: Callable[[np.ndarray], Any], name: str | None = None) -> View:
@@ -122,7 +133,9 @@ class View(LazyArray):
         return self._with(mapped_node(self.node, fn, f"map {shown}"))
 
     def cast_checked(self, dtype: Any, mismatch: Mismatch = leaf_mismatch) -> View:
-        """Casts like `astype`, but reading raises an error where a value does not survive the round trip.
+        """Casts like `astype`, and checks values when reading.
+
+        A value that does not survive the round trip is an error.
 
         Args:
           dtype: of the result.
@@ -199,38 +212,56 @@ class View(LazyArray):
 
     @property
     def leaf(self) -> Leaf | None:
-        """The leaf where the view is the whole of one leaf, else None."""
+        """The leaf if the view is all of it, or None."""
         return self.node.own_leaf
 
     def leaves(self) -> tuple[Leaf, ...]:
-        """Returns the leaves that this view is made of, each once, in order."""
+        """Lists the leaves of this view, each once, in order."""
         return self.node.leaves()
 
     @property
     def is_value(self) -> bool:
-        """True if all of it is in memory, so that no checkpoint is read."""
+        """True if all of it is in memory.
+
+        No checkpoint is read then.
+        """
         return all(leaf.is_value for leaf in self.leaves())
 
     @property
     def value(self) -> Any:
-        """The constant as it was given where the view is only that, else the array that `get` reads."""
+        """The constant as given, or the array that `get` reads.
+
+        The view is then only that constant.
+        """
         leaf = self.leaf
         return leaf.value if isinstance(leaf, ValueLeaf) else self.get()
 
     def requests(self, box: Box) -> list[tuple[Leaf, Box]]:
-        """Returns the boxes of leaves that reading a box will read; see `Node.requests`."""
+        """Returns the boxes of leaves that reading a box will read.
+
+        See `Node.requests`.
+        """
         return self.node.requests(box)
 
     def scratch_bytes(self, box: Box, like: np.ndarray | None = None) -> int:
-        """Returns the memory that reading a box takes beside the buffer; see `Node.scratch_bytes`."""
+        """Returns the memory for a box beside the buffer.
+
+        See `Node.scratch_bytes`.
+        """
         return self.node.scratch_bytes(box, like)
 
     def lower(self, box: Box, out: np.ndarray) -> Lowering:
-        """Turns reading a box into requests on leaves and steps after them; see `Node.lower`."""
+        """Lowers reading a box to requests on leaves and steps.
+
+        See `Node.lower`.
+        """
         return self.node.lower(box, out)
 
     def describe(self) -> str:
-        """Describes all operations on the leaves in short text for people; empty for a bare leaf."""
+        """Describes all operations on the leaves, for people.
+
+        Empty for a bare leaf.
+        """
         return self.node.describe()
 
     def __repr__(self) -> str:
@@ -259,7 +290,9 @@ def as_view(value: Any, name: str | None = None) -> View:
 
 
 def read_views(items: Iterable[tuple[View, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
-    """Fills each buffer with a box of a view; every leaf is read once for all of them.
+    """Fills buffers with boxes of views.
+
+    Every leaf is read once for all of them.
 
     Returns:
       What was read.
@@ -287,7 +320,9 @@ def repeat(view: Any, times: int, axis: int) -> View:
 
 
 def broadcast_to(view: Any, shape: Sequence[int] | int) -> View:
-    """Broadcasts an array to a shape by NumPy's rules; every element is read once.
+    """Broadcasts an array to a shape by NumPy's rules.
+
+    Every element is read once.
 
     Raises:
       ValueError: naming both shapes where they do not fit.

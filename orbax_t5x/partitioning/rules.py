@@ -182,5 +182,8 @@ class AxisRules:
 
 
 def _names_of(axes: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of one dimension of a spec; JAX's UNCONSTRAINED has none."""
+    """Lists the mesh axes of a dimension of a spec.
+
+    Empty for JAX's UNCONSTRAINED.
+    """
     return axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()

@@ -1,4 +1,7 @@
-"""`demo`: the whole job once, in a child process, because JAX reads the number of CPU devices when it starts."""
+"""`demo`: the whole job once, in a child process.
+
+JAX reads the number of CPU devices when it starts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs two checkpoints of a T5 on the same tokens and compares the logits: the last doubt after a conversion.
+"""Compares the logits of two checkpoints of a T5.
+
+They run on the same tokens: the last doubt after a conversion.
 
 Each is restored by the rules that its names need into the linen T5 of `orbax_t5x.models`, one after the other, in
 float32 on one device. Equal parameters under other names, in another format or with stacked layers give equal logits.
@@ -52,7 +54,10 @@ class LogitsReport:
         return self.max_abs / self.largest if self.largest else self.max_abs
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report for programs; a difference that is no number is None."""
+        """Returns the report for programs.
+
+        A difference that is no number is None.
+        """
         numbers = {"max_abs": self.max_abs, "max_rel": self.max_rel, "largest": self.largest}
         return {
             **dataclasses.asdict(self),
@@ -143,7 +148,10 @@ def _configs(a: Checkpoint, b: Checkpoint) -> list[T5Config]:
 
 
 def _tokens(sequences: int, length: int, vocab: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Makes inputs and targets, the inputs of every second sequence with padding at their end."""
+    """Makes inputs and targets.
+
+    The inputs of every second sequence have padding at their end.
+    """
     rng = np.random.default_rng(seed)
     inputs, targets = (rng.integers(1, vocab, (sequences, length), np.int32) for _ in range(2))
     inputs[1::2, length - length // _PADDING :] = 0

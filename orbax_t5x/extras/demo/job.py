@@ -81,7 +81,7 @@ class _DemoJob:
         )
 
     def plan(self) -> None:
-        """Plans the restore, onto the abstract state that a training program would have."""
+        """Plans the restore onto an abstract training state."""
         with ot.open_checkpoint(self._bundle) as checkpoint:
             everything = ot.plan_restore(checkpoint, None, self._names)
             self._target = self._abstract_state(everything)
@@ -101,7 +101,10 @@ class _DemoJob:
         _say("", f"     {entry_array(example)}, {entry_sharding(example)}")
 
     def restore(self) -> None:
-        """Restores onto eight devices, and compares with what T5X makes of the same bundle."""
+        """Restores onto eight devices, and compares with T5X's result.
+
+        Of the same bundle.
+        """
         with _Clock() as clock:
             self._state = jax.block_until_ready(self._plan.execute())
         report = self._plan.report
@@ -117,7 +120,7 @@ class _DemoJob:
         self._compare("what T5X's own importer makes of it", _digests(flatten(self._state)), self._expected)
 
     def save_and_resume(self) -> None:
-        """Saves through a CheckpointManager, and restores from it as a training program does when it starts again."""
+        """Saves by a CheckpointManager, and restores as a restarted job."""
         with ocp.CheckpointManager(self._root, item_handlers=ot.TrainStateHandler()) as manager, _Clock() as clock:
             manager.save(_STEP, args=ot.args.TrainStateSave(self._state, provenance=self._plan.provenance))
             manager.wait_until_finished()
@@ -132,7 +135,7 @@ class _DemoJob:
         self._verdict("every leaf is sharded as it was", all(mine.sharding == other.sharding for mine, other in pairs))
 
     def read_with_stock_orbax(self) -> None:
-        """Reads what was saved in a process that knows nothing of this package."""
+        """Reads the save in a process without this package."""
         out = self._directory / "stock.npz"
         reader = Path(__file__).with_name("stock_reader.py")
         command = [sys.executable, "-P", str(reader), str(self._root / str(_STEP) / "default"), str(out)]
@@ -149,7 +152,10 @@ class _DemoJob:
     # -- parts
 
     def _abstract_state(self, everything: RestorePlan) -> dict[str, Any]:
-        """Returns the abstract state: kernels on all eight devices, the rest as it divides."""
+        """Returns the abstract state.
+
+        Kernels are on all eight devices, the rest as it divides.
+        """
         leaves = {}
         for entry in everything.entries:
             dtype = np.int32 if entry.dtype == np.int64 else entry.dtype

@@ -1,4 +1,6 @@
-"""The header of a GGUF file: its version, its key-value pairs, and the name, shape, type and offset of each tensor.
+"""The header of a GGUF file.
+
+Its version, its key-value pairs, and the name, shape, type and offset of each tensor.
 
 Numbers are little-endian. A count is compared with the bytes that are left before it is followed; the strings of a
 tokenizer and other long arrays are skipped and only counted.
@@ -44,7 +46,7 @@ _FREE_VALUES, _FILE_BYTES_PER_VALUE = 1 << 15, 32
 
 
 class TensorEntry(NamedTuple):
-    """Entry of one tensor.
+    """Entry of a tensor.
 
     Attributes:
       shape: the outermost dimension first, as NumPy has it.
@@ -127,7 +129,10 @@ class _HeaderParser:
         return alignment
 
     def _placed(self, tensors: list[TensorEntry], alignment: int) -> list[TensorEntry]:
-        """Returns the tensors with offsets from the beginning of the file instead of that of the data."""
+        """Returns the tensors with offsets from the file's beginning.
+
+        They were from the beginning of the data.
+        """
         begin = -(-self._reader.position // alignment) * alignment
         for tensor in tensors:
             if tensor.start % alignment:
@@ -158,7 +163,10 @@ class _HeaderParser:
         return struct.unpack(form, self._reader.take(struct.calcsize(form)))[0]
 
     def _count(self, what: str, count: int, least_bytes: int) -> int:
-        """Returns a count of entries, each of so many bytes at least, proven to fit into the file and the limits."""
+        """Returns a count of entries, proven to fit.
+
+        Each has so many bytes at least; file and limits bound the count.
+        """
         if count * least_bytes > self._reader.left:
             raise self._reader.corrupt(f"{count} {what} in the {self._reader.left} bytes that are left")
         if count > self._limits.entries:

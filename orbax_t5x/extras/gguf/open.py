@@ -1,4 +1,6 @@
-"""GGUF checkpoints: one file, or a directory of one or of the parts of one; boxes are read by byte range.
+"""GGUF checkpoints: a file, its parts, or their directory.
+
+Boxes are read by byte range.
 
 Opening reads the header, nothing else. Names are llama.cpp's, dimensions are turned round to NumPy's order. Of GGML's
 quantizations Q8_0 is read, as float32; a leaf in another one is listed and says which. The format keeps no checksum.
@@ -48,7 +50,7 @@ _QUANTIZATIONS = {
 
 
 def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a file, or a directory that holds one, or the parts of one."""
+    """Opens a file, or a directory with a file or its parts."""
     given = files_at(os.fspath(path))
     if given.is_directory():
         files, names = given, _files_in(given)
@@ -65,7 +67,10 @@ def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
 
 
 class _GgufFiles(ModelFiles):
-    """GGUF files of one model; its metadata are those of the first."""
+    """GGUF files of a model.
+
+    Its metadata are the first file's.
+    """
 
     format = "gguf"
     suffix = SUFFIX
@@ -84,7 +89,7 @@ class _GgufFiles(ModelFiles):
 
 
 def _parts_of(part: re.Match[str], files: Files) -> list[str]:
-    """Returns the names of all parts of the model that a part belongs to."""
+    """Lists the names of all parts of a part's model."""
     model, parts = part["model"], part["parts"]
     names = [f"{model}-{number:05}-of-{parts}{SUFFIX}" for number in range(1, int(parts) + 1)]
     for name in names:
@@ -96,7 +101,7 @@ def _parts_of(part: re.Match[str], files: Files) -> list[str]:
 
 
 def _files_in(files: Files) -> list[str]:
-    """Returns the only file of a directory, or all parts of the only model in it."""
+    """Returns a directory's only file, or its only model's parts."""
     names = sorted(name for name in files.names() if name.endswith(SUFFIX))
     if not names:
         raise CheckpointNotFoundError("no GGUF files in this directory", path=files.named)
@@ -110,7 +115,10 @@ def _files_in(files: Files) -> list[str]:
 
 
 def _tensor_leaves(header: GgufHeader, file: StoredFile, limits: Limits) -> dict[str, Leaf]:
-    """Makes the leaves of a file; those that overlap one before them, or cannot be read, are broken."""
+    """Makes the leaves of a file.
+
+    A leaf that overlaps an earlier leaf, or cannot be read, is broken.
+    """
     leaves: dict[str, Leaf] = {}
     position = 0
     for tensor in sorted(header.tensors, key=lambda tensor: tensor.start):

@@ -25,7 +25,10 @@ _SLAB_BYTES = 2 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Q8Range(StoredRange):
-    """A row-major array of blocks; readers have proven that the last dimension is a multiple of 32."""
+    """A row-major array of blocks.
+
+    Readers have proven that the last dimension is a multiple of 32.
+    """
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +66,10 @@ def _in_blocks(box: Box) -> Box:
 
 
 def _slabs(shape: tuple[int, ...], requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """Yields the requests cut along the longest dimension of an array of blocks, so that no slab takes too much."""
+    """Yields the requests cut along the longest dimension.
+
+    It is that of the array of blocks; no slab takes too much.
+    """
     size = sum([box_size(_in_blocks(box)) for box, _ in requests]) * _BLOCK.itemsize
     if size <= _SLAB_BYTES:
         if requests:
@@ -78,7 +84,10 @@ def _slabs(shape: tuple[int, ...], requests: Sequence[Request]) -> Iterator[list
 
 
 def _cut_request(request: Request, axis: int, low: int, high: int) -> Request | None:
-    """Returns a request for a range of one dimension; None where the request has nothing there."""
+    """Returns a request for a range of a dimension, or None.
+
+    None: the request has nothing there.
+    """
     box, out = request
     first, last = max(box[axis][0], low), min(box[axis][1], high)
     if first >= last:

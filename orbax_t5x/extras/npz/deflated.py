@@ -1,4 +1,7 @@
-"""Leaf in a compressed member: it is decompressed whole, within limits, and its crc32 is compared at each read."""
+"""Leaf in a compressed member.
+
+It is decompressed whole, within limits, and its crc32 is compared at each read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ _RAW = -15
 
 
 def decompress_head(data: bytes, size: int) -> bytes:
-    """Returns the first `size` bytes of what the beginning of a member decompresses to, or fewer.
+    """Decompresses the first `size` bytes of a member, or fewer.
+
+    The member's beginning is enough.
 
     Raises:
       CorruptCheckpointError: without the file.
@@ -43,7 +48,7 @@ class DeflatedLeaf(RangeLeaf):
     __slots__ = ("_archive", "_header", "_limits", "_member", "_start", "chunks")
 
     def __init__(self, name: str, archive: Archive, member: str, start: int, header: ArrayHeader, limits: Limits):
-        """Describes the array, which begins at `start` of the decompressed member."""
+        """Describes the array at `start` of the decompressed member."""
         super().__init__(name, archive.file, header.shape, header.dtype)
         self._archive, self._member, self._start = archive, member, start
         self._header, self._limits = header, limits
@@ -86,7 +91,7 @@ class DeflatedLeaf(RangeLeaf):
         stats.count(union_size(tuple(request.box for request in wanted)) * self.dtype.itemsize)
 
     def _decompress(self) -> bytearray:
-        """Reads and decompresses the member, never beyond the size that the archive records."""
+        """Reads and decompresses the member, up to its recorded size."""
         member = self._archive.members[self._member]
         try:
             self._limits.require_chunk(member.size, f"the array {self._member!r}, decompressed,")

@@ -1,4 +1,7 @@
-"""The header of a `.npy` member: a dict literal of three keys, taken apart by a pattern and never evaluated."""
+"""The header of a `.npy` member, parsed by a pattern.
+
+It is a dict literal of three keys, and never evaluated.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ class ArrayHeader(NamedTuple):
 
 
 def header_bytes(first: bytes) -> int:
-    """Returns the size of a header from the first `LONGEST_FIXED_BYTES` of its member.
+    """Returns a header's size from its member's first bytes.
+
+    They are the first `LONGEST_FIXED_BYTES`.
 
     Raises:
       CorruptCheckpointError: without the file, as `parse_npy_header`.

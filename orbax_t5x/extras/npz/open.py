@@ -1,4 +1,6 @@
-"""NumPy's `.npz` files: a ZIP archive with an array in each member; stored ones are read by range, compressed whole.
+"""NumPy's `.npz` files: a ZIP archive of arrays.
+
+Stored members are read by range, compressed members whole.
 
 Opening reads the archive's directory and the header of each array.
 """
@@ -54,7 +56,10 @@ def open_npz(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
 
 
 def _leaf_of_member(name: str, archive: Archive, member: str, heads: Mapping[str, bytes], limits: Limits) -> Leaf:
-    """Makes the leaf of a member; a broken leaf where it is no array that is read."""
+    """Makes the leaf of a member.
+
+    It is broken if it is no array that is read.
+    """
     try:
         return _array_leaf(name, archive, member, heads[member], limits)
     except CheckpointError as error:
@@ -82,12 +87,18 @@ def _array_leaf(name: str, archive: Archive, member: str, head: bytes, limits: L
 
 
 def _array_head(archive: Archive, member: str, head: bytes) -> bytes:
-    """Reads the header of an array; `head` are the first bytes of its member, local header included."""
+    """Reads the header of an array.
+
+    `head` are the first bytes of its member, local header included.
+    """
     found = archive.members[member]
     start = archive.local_start(member, head)
 
     def first(size: int) -> bytes:
-        """Returns bytes of the member; compressed ones may begin with their tables of codes."""
+        """Returns bytes of the member.
+
+        Compressed bytes may begin with their tables of codes.
+        """
         stored = min(found.stored, size if found.method == STORED else 2 * size + _TABLE_BYTES)
         data = archive.near(start, stored, found.header, head)
         return data[:size] if found.method == STORED else decompress_head(data, size)

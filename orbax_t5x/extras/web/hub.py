@@ -72,21 +72,30 @@ def parse_hub_path(path: str) -> HubPath:
 
 
 def _package() -> Any:
-    """Imports `huggingface_hub`, as Any: its own annotations hold types that no checker can resolve."""
+    """Imports `huggingface_hub` as Any.
+
+    Its own annotations hold types that no checker can resolve.
+    """
     for module in ("huggingface_hub.constants", "huggingface_hub.errors"):
         importlib.import_module(module)
     return importlib.import_module("huggingface_hub")
 
 
 def is_silence(error: Exception) -> bool:
-    """Reports whether the hub did not answer: no network, or none is wanted (`HF_HUB_OFFLINE`)."""
+    """Tests if the hub did not answer.
+
+    There is no network, or its use is off (`HF_HUB_OFFLINE`).
+    """
     modules = [(sys.modules[name], kinds) for name, kinds in _SILENCE.items() if name in sys.modules]
     known = [getattr(module, kind) for module, kinds in modules for kind in kinds]
     return isinstance(error, (ConnectionError, TimeoutError, *known))
 
 
 def describe_repository(wanted: HubPath, timeout: float) -> Any:
-    """Asks the hub for a commit and its files; returns the package's `ModelInfo`, or raises its errors."""
+    """Asks the hub for a commit and its files.
+
+    Returns the package's `ModelInfo`, or raises its errors.
+    """
     api = _package().HfApi(endpoint=hub_endpoint())
     return api.repo_info(wanted.repository, revision=wanted.revision, files_metadata=True, timeout=timeout)
 
@@ -97,7 +106,10 @@ def hub_token() -> str | None:
 
 
 def hub_endpoint() -> str:
-    """Returns the URL of the hub; read at each call, while the package reads it when it is imported."""
+    """Returns the URL of the hub.
+
+    It is read at each call, while the package reads it when it is imported.
+    """
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
@@ -109,7 +121,9 @@ def is_cached(repository: str, commit: str, file: str) -> bool:
 
 
 def download(path: str, *, is_offline: bool = False) -> str:
-    """Downloads the files that are not in the hub's cache; returns the local directory or file.
+    """Downloads the files that the hub's cache lacks.
+
+    Returns the local directory or file.
 
     Args:
       path: on the hub.
@@ -140,15 +154,19 @@ def download(path: str, *, is_offline: bool = False) -> str:
 
 
 def download_files(path: str, names: Sequence[str]) -> str:
-    """Downloads those of some files that a directory on the hub has, as `download`; returns the local directory."""
+    """Downloads the files that a directory on the hub has.
+
+    As `download`; returns the local directory.
+    """
     wanted = parse_hub_path(path)
     below = f"{wanted.file}/" if wanted.file else ""
     return os.path.join(_snapshot(path, wanted, [below + name for name in names]), wanted.file)
 
 
 def _patterns_of(file: str) -> list[str]:
-    """Returns patterns of a file, its configuration and, for an index, the files that it names; or of a whole
-    directory.
+    """Returns patterns of a file and the files that belong to it.
+
+    They are its configuration and, for an index, the files that it names; or all of a directory.
     """
     directory = f"{file.rpartition('/')[0]}/" if "/" in file else ""
     patterns = [file, f"{file}/*", f"{directory}{_CONFIG}"]
@@ -158,7 +176,10 @@ def _patterns_of(file: str) -> list[str]:
 
 
 def _shards_of(file: str) -> str:
-    """Returns the pattern of the files into which Hugging Face's libraries split one."""
+    """Returns the pattern of a split file's parts.
+
+    The names are Hugging Face's.
+    """
     stem, suffix = os.path.splitext(file)
     return f"{stem}-*{suffix}"
 
@@ -176,7 +197,10 @@ def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str], is_offline: b
 
 @contextlib.contextmanager
 def typed_hub_errors(path: str) -> Generator[None, None, None]:
-    """Types what `huggingface_hub` raises about a path; errors that have a type are raised about it."""
+    """Types `huggingface_hub`'s errors about a path.
+
+    Errors that have a type are raised about it.
+    """
     try:
         errors = _package().errors
     except ImportError as error:
@@ -200,7 +224,10 @@ def typed_hub_errors(path: str) -> Generator[None, None, None]:
 
 
 def commit_files(wanted: HubPath, parent: str, message: str, files: Mapping[str, Path], remove: Iterable[str]) -> str:
-    """Adds and removes files of a repository in one commit on top of another; returns the new one."""
+    """Adds and removes a repository's files in a new commit.
+
+    It is on top of another commit; the new commit is returned.
+    """
     package = _package()
     operations = [package.CommitOperationAdd(name, str(file)) for name, file in sorted(files.items())]
     operations += [package.CommitOperationDelete(name, is_folder=False) for name in remove]
@@ -211,7 +238,9 @@ def commit_files(wanted: HubPath, parent: str, message: str, files: Mapping[str,
 
 
 def _first_line(error: BaseException, token: str | None) -> str:
-    """Returns the first line of an error without the token: a hub may send back the headers of a request.
+    """Returns the first line of an error without the token.
+
+    A hub may send back the headers of a request.
 
     Errors are raised without this one as their cause, because a traceback prints all of it.
     """

@@ -1,4 +1,4 @@
-"""Commits of repositories on the Hugging Face hub: their names, and their files."""
+"""Commits of the Hugging Face hub: their names and files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _DOING = "asking the hub for its files"
 
 
 class Commit(NamedTuple):
-    """A commit of a repository, and the sizes of its files by name; a size may be unknown."""
+    """A repository's commit and its files' sizes by name.
+
+    A size may be unknown.
+    """
 
     revision: str
     sizes: Mapping[str, int | None]
@@ -49,7 +52,10 @@ def find_commit(wanted: HubPath) -> Commit:
 
 
 def _ask(wanted: HubPath, path: str) -> list[Any]:
-    """Returns a commit and the sizes of its files; or None, and why the hub does not answer."""
+    """Returns a commit with its files' sizes, or None.
+
+    With None comes the reason why the hub does not answer.
+    """
     with typed_hub_errors(path):
         try:
             found = describe_repository(wanted, Limits().io_timeout_secs)

@@ -1,4 +1,7 @@
-"""Destinations on the Hugging Face hub: safetensors files, added to a repository by one commit."""
+"""Destinations on the Hugging Face hub.
+
+Safetensors files are added to a repository by a single commit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decides where a path on the hub is read: there, by ranges of its files, or whole, from the hub's cache."""
+"""Decides how a path on the hub is read.
+
+It is read there, by ranges of its files, or whole, from the hub's cache.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ _CHUNKED = frozenset({"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "ch
 
 
 def locate(path: str) -> str:
-    """Returns the URL of the commit and the file whose ranges are read, or the local path of downloaded files.
+    """Returns a URL for ranges, or the path of downloaded files.
+
+    The URL has the commit and the file.
 
     Files are downloaded whole where the hub does not list them or answers no ranges, where arrays are in chunks, and
     where they are in the hub's cache already. Without a network the cache is read, with a warning that names the
@@ -57,7 +62,9 @@ def locate(path: str) -> str:
 
 
 def _download(path: str, commit: Commit) -> str:
-    """Does `download`; whose package takes an older commit from its cache if the hub fails.
+    """Does `download`.
+
+    Its package takes an older commit from its cache if the hub fails.
 
     Raises:
       CheckpointGoneError: it is another commit than the hub has named.
@@ -70,7 +77,9 @@ def _download(path: str, commit: Commit) -> str:
 
 
 def _locate_in_cache(path: str, wanted: HubPath, error: CheckpointError | ConnectionError) -> str:
-    """Returns the cached files of a revision: of a commit, or of another whose hub does not answer.
+    """Returns the cached files of a revision.
+
+    They are of a commit, or of another revision if its hub does not answer.
 
     Raises:
       CheckpointError: the hub's, or the cache does not have them.

@@ -1,4 +1,6 @@
-"""Files of one commit on the Hugging Face hub, read by byte range where the hub keeps them.
+"""Files of a commit on the hub, read by byte range.
+
+If the hub keeps them by range.
 
 The hub answers a request for a file with the bytes, or sends on to the server that holds them, under a URL that is
 valid for some minutes, and that is in no message. What is read belongs to one commit: a server that then answers with
@@ -41,7 +43,7 @@ class HubFiles:
     is_bounded: bool = True
 
     def __init__(self, base: str, clock: ResponseClock):
-        """Holds `hf://org/name@commit`, and what ends requests."""
+        """Holds `hf://org/name@commit` and the requests' clock."""
         self._repository = parse_hub_path(base).repository
         self._clock = clock
         self._requests = HubRequests(clock)
@@ -55,7 +57,10 @@ class HubFiles:
         return [name for name in self._sizes if name.startswith(prefix)]
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
-        """Implements `Transport.read`; what the list of files answers needs no request."""
+        """Implements `Transport.read`.
+
+        Answers from the list of files need no request.
+        """
         if key not in self._sizes:
             return _known(None)
         size = self._sizes[key]
@@ -72,7 +77,9 @@ class HubFiles:
         return WebRequest(functools.partial(self._attempt, key, wanted), self._clock, is_awaited=is_awaited)
 
     def takes_ranges(self, key: str) -> bool:
-        """Reports whether the hub answers a request for one byte with that byte, and not with the whole file; blocks.
+        """Tests if the hub serves a single byte of a file.
+
+        It may send the whole file instead. It blocks.
 
         Raises:
           CheckpointError: it answers with neither.
@@ -105,7 +112,7 @@ class HubFiles:
         self._requests.close_idle()
 
     def _attempt(self, key: str, wanted: BoundedRange, request: WebRequest) -> Response | None:
-        """Sends a request, from where the file was last found."""
+        """Sends a request to the file's last known place."""
         found = self._locations.get(key)
         judge, see = functools.partial(self._read_answer, key, found), functools.partial(self._compare, key)
         return self._requests.send(found or self._url(key), wanted, judge, request, see=see)
@@ -115,7 +122,7 @@ class HubFiles:
         return f"{self._requests.endpoint}/{path}"
 
     def _read_answer(self, key: str, found: str | None, answer: HubResponse) -> Response | None:
-        """Compares a response with the commit and the request, and reads its body.
+        """Checks a response against commit and request, reads its body.
 
         Args:
           key: of the file.
@@ -151,7 +158,9 @@ class HubFiles:
         return None if data is None else data._replace(version=NO_VERSION, file_bytes=size)
 
     def _compare(self, key: str, answer: HubResponse) -> None:
-        """Compares what a server says about a file with what it and the hub said before.
+        """Compares a server's claims about a file with earlier claims.
+
+        The server and the hub have made them.
 
         Raises:
           CheckpointGoneError: it is another.

@@ -1,4 +1,7 @@
-"""Requests to the Hugging Face hub and the servers to which it sends on; the token goes to the hub alone."""
+"""Requests to the Hugging Face hub and its other servers.
+
+The hub sends on to these; the token goes to the hub alone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class HubResponse(NamedTuple):
-    """The response of the hub, or of a server to which it sent on, to a request.
+    """The response of the hub, or of another server.
+
+    The hub has sent on the request to it.
 
     Attributes:
       url: that was requested.
@@ -41,14 +46,17 @@ def _ignore(answer: HubResponse) -> None:
 
 
 class HubRequests:
-    """Client of one hub.
+    """Client of a hub.
 
     Attributes:
       endpoint: URL of the hub.
     """
 
     def __init__(self, clock: ResponseClock):
-        """Makes no request; raises ImportError where `huggingface_hub` is not installed."""
+        """Makes no request.
+
+        Raises ImportError without `huggingface_hub`.
+        """
         self.endpoint: str = hub_endpoint()
         self._token = hub_token()
         self._clock = clock
@@ -93,7 +101,10 @@ class HubRequests:
         raise ValueError(f"UNKNOWN: more than {_MOST_REDIRECTS} redirects")
 
     def _server(self, url: str) -> tuple[WebServer, str, Mapping[str, str]]:
-        """Returns the server of a URL, the URL's path and query, and headers for that server alone."""
+        """Returns a URL's server, path with query, and headers.
+
+        The headers are for that server alone.
+        """
         base = server_of(url)
         if base not in self._servers:
             self._servers[base] = WebServer(base, self._clock)
@@ -118,7 +129,10 @@ class _Redirect(NamedTuple):
 
 
 def _next_url(url: str, location: str | None) -> str:
-    """Returns the URL to which a server sends on, of the web, and encrypted where the server was."""
+    """Returns the URL to which a server sends on.
+
+    It is of the web, and encrypted if the server was.
+    """
     target = urllib.parse.urljoin(url, location or "")
     parts = urllib.parse.urlsplit(target)
     schemes = (urllib.parse.urlsplit(url).scheme, parts.scheme)

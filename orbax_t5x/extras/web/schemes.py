@@ -1,4 +1,4 @@
-"""URLs of web servers and of the Hugging Face hub, as the table of schemes has them."""
+"""Rows of the table of schemes: web servers and the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Answers of a web server: responses compared with their requests before a body is read."""
+"""Answers of a web server, checked before bodies are read.
+
+Responses are compared with their requests.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,17 @@ PAGE_BYTES = 1 << 16
 
 
 def range_header(wanted: BoundedRange) -> str:
-    """Returns the header that asks for bytes, and always names the last of them."""
+    """Returns the header that asks for bytes.
+
+    It always names the last of them.
+    """
     return f"bytes={wanted.start}" if wanted.start < 0 else f"bytes={wanted.start}-{wanted.start + wanted.size - 1}"
 
 
 def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
-    """Compares a response with its request, then reads its body; None where there is no such file.
+    """Checks a response against its request, then reads its body.
+
+    None: there is no such file.
 
     Raises:
       PassingError: another attempt may succeed.
@@ -66,13 +74,18 @@ def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
 
 
 def _check_size(size: int, wanted: BoundedRange) -> None:
-    """Refuses more bytes than there may be, before a body is read where the response names its file's size."""
+    """Refuses more bytes than there may be.
+
+    It does so before a body is read if the response names its file's size.
+    """
     if size > wanted.most:
         raise LimitExceededError(f"more bytes than the limit of {wanted.most} permits")
 
 
 def refusal(status: int) -> None:
-    """Returns None for a file that is missing; raises what any other status without bytes means.
+    """Returns None for a missing file; raises other refusals.
+
+    They are statuses without bytes.
 
     Raises:
       PassingError: another attempt may succeed.
@@ -87,7 +100,10 @@ def refusal(status: int) -> None:
 
 
 class ContentRange(NamedTuple):
-    """Range of bytes [start, stop) that a response announces, of a file of `total` bytes where it says so."""
+    """Range of bytes [start, stop) that a response announces.
+
+    It is of a file of `total` bytes, if the response says so.
+    """
 
     start: int
     stop: int
@@ -119,7 +135,7 @@ def content_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
 
 
 def _checked_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
-    """Returns the range that a response announces, which is of what was asked for.
+    """Returns the announced range, proven to be as requested.
 
     Raises:
       CheckpointIOError: it is not.
@@ -144,7 +160,9 @@ def _another_range(response: WebResponse, wanted: BoundedRange) -> CheckpointIOE
 
 
 def _check_whole(data: bytes | None, wanted: BoundedRange) -> None:
-    """Checks the body of an answer that is not of a range, but of the whole file.
+    """Checks the body of an answer with the whole file.
+
+    It is not of a range.
 
     Raises:
       ValueError: the requested bytes are not the whole file, or not of it.

@@ -1,4 +1,7 @@
-"""Connections to a web server by urllib3: straight, or by the proxy that the environment names."""
+"""Connections to a web server by urllib3, straight or by proxy.
+
+The environment names the proxy.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ class Exchanging(Protocol):
         ...
 
     def connect(self, connect: Callable[[], None], close: Callable[[], None]) -> None:
-        """Connects; `close` undoes it where it comes too late."""
+        """Connects.
+
+        `close` undoes it if it comes too late.
+        """
         ...
 
     def hold(self, used: socket.socket) -> None:
@@ -50,7 +56,10 @@ EXCHANGE: ContextVar[Exchange] = ContextVar("orbax_t5x_exchange")
 
 
 class _BoundedConnection(urllib3.connection.HTTPConnection):
-    """Connection whose responses have a bound, and whose socket another thread can shut down."""
+    """Connection with bounded responses and a reachable socket.
+
+    Another thread can shut it down.
+    """
 
     _exchange: Exchange
 
@@ -83,14 +92,19 @@ class _SecurePool(urllib3.HTTPSConnectionPool):
 
 
 class Route(NamedTuple):
-    """Route to a server: what makes a pool of connections, and what precedes a path in a request."""
+    """Route to a server: maker of pools and prefix of paths.
+
+    The prefix precedes a path in a request.
+    """
 
     make_pool: Callable[[], urllib3.HTTPConnectionPool]
     root: str
 
 
 def find_route(base: str) -> Route:
-    """Returns the route to a server, by the proxy that the environment names for it.
+    """Returns the route to a server.
+
+    By the proxy that the environment names for it.
 
     Raises:
       ValueError: the URL names no server, or the proxy is of another protocol than http.

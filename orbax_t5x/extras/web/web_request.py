@@ -1,4 +1,7 @@
-"""Requests to web servers: repeated while they may succeed, ended by a clock, and given up by other threads."""
+"""Requests to web servers, with retries and a clock.
+
+They are repeated while they may succeed, and other threads may give them up.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from orbax_t5x.storage.response_clock import ResponseClock
 
 
 class WebRequest:
-    """A request that is sent until it succeeds, fails for good, or has failed too often; implements `PendingResponse`.
+    """A request with retries; implements `PendingResponse`.
+
+    It is sent until it succeeds, fails for good, or has failed too often.
 
     It is sent by a thread of its own, or by the one that waits for it, which saves waking another.
     """
@@ -69,13 +74,16 @@ class WebRequest:
                 self._end_late()
 
     def _end_late(self) -> None:
-        """Raises the failure of the last attempt where there is no time for another."""
+        """Raises the last failure if no time is left for an attempt."""
         if self._failure is not None and self._clock.seconds_left(self._begun) <= 0:
             limit = f"{self._clock.timeout:g} s (Limits.io_timeout_secs)"
             raise ValueError(f"UNAVAILABLE: {self._failure}; tried for {limit}") from self._failure
 
     def result(self, timeout: float | None = None) -> Response | None:
-        """Implements `PendingResponse.result`; one that the caller sends is ended by the clock."""
+        """Implements `PendingResponse.result`.
+
+        A request that the caller sends is ended by the clock.
+        """
         if self._future is None:
             return self._run()
         try:
@@ -90,7 +98,7 @@ class WebRequest:
         return self._future is None or self._future.done()
 
     def cancel(self) -> None:
-        """Ends the request where it is: its connection is shut down."""
+        """Ends the request by shutting down its connection."""
         if self._future is not None:
             self._future.cancel()
         with self._lock:
@@ -111,7 +119,10 @@ class WebRequest:
         return self._clock.seconds_left(self._begun)
 
     def connect(self, connect: Callable[[], None], close: Callable[[], None]) -> None:
-        """Connects. The search for a name has no time limit: a thread that waits leaves it to another."""
+        """Connects.
+
+        The search for a name has no time limit: a thread that waits leaves it to another thread.
+        """
         if not self._is_awaited:
             return connect()
         connecting = _request_pool().submit(connect)
@@ -122,7 +133,7 @@ class WebRequest:
             raise
 
     def hold(self, used: socket.socket) -> None:
-        """Records the socket of an attempt, which `cancel` shuts down."""
+        """Records the socket of an attempt, for `cancel` to shut down."""
         with self._lock:
             self._socket = used
             if self._stopped.is_set():
@@ -139,7 +150,10 @@ _POOLS: dict[int, concurrent.futures.ThreadPoolExecutor] = {}
 
 
 def _request_pool() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns the threads of this process that send requests; nothing in them waits for another thread."""
+    """Returns this process's threads for requests.
+
+    Nothing in them waits for another thread.
+    """
     process = os.getpid()
     if process not in _POOLS:
         made = concurrent.futures.ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="orbax_t5x-request")

@@ -1,4 +1,6 @@
-"""Responses of a web server, received with a bound: no more than an answer to the request can have.
+"""Responses of a web server, received with a bound.
+
+They have no more than an answer to the request can have.
 
 urllib3 and the standard library parse them. They would read whatever a server sends, for as long as it sends, so that
 what they read from holds a bound and a clock.
@@ -26,7 +28,10 @@ _FRAMING = 8
 
 
 class PassingError(Exception):
-    """Error of a request that may succeed when it is sent again; of a `silent` server nothing else is known."""
+    """Error of a request that may succeed later.
+
+    Of a `silent` server nothing else is known.
+    """
 
     def __init__(self, text: str, *, is_silence: bool = False):
         super().__init__(text)
@@ -34,7 +39,7 @@ class PassingError(Exception):
 
 
 class _Input(io.RawIOBase):
-    """Bytes of a connection, of which only so many may come, in the time that is left."""
+    """Bytes of a connection, bounded in number and time."""
 
     def __init__(self, received: io.RawIOBase, used: socket.socket, seconds_left: Callable[[], float]):
         super().__init__()
@@ -48,7 +53,10 @@ class _Input(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int | None:
-        """Reads some bytes into memory; none at the end."""
+        """Reads some bytes into memory.
+
+        It reads nothing at the end.
+        """
         if self.is_ended:
             return 0
         if not self.left:
@@ -62,11 +70,14 @@ class _Input(io.RawIOBase):
         return count
 
     def readall(self) -> bytes:
-        """Refuses reads without a bound, to which a chunk of negative size leads."""
+        """Refuses reads without a bound.
+
+        A chunk of negative size leads to them.
+        """
         raise http.client.HTTPException("a chunk of negative size")
 
     def shut_down(self) -> None:
-        """Ends the connection, whose owner will then notice."""
+        """Ends the connection, and so wakes its owner."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -76,7 +87,10 @@ class _Input(io.RawIOBase):
 
 
 class _BufferedInput(io.BufferedReader):
-    """Input by lines and bytes; a connection with more than its response had is not used again."""
+    """Input by lines and bytes.
+
+    A connection with more than its response had is not used again.
+    """
 
     def __init__(self, received: _Input):
         super().__init__(received)
@@ -91,7 +105,7 @@ class _BufferedInput(io.BufferedReader):
 
 
 class BoundedResponse(http.client.HTTPResponse):
-    """Response of the standard library, for which a bound and a clock hold."""
+    """Response of the standard library, with a bound and a clock."""
 
     def __init__(self, used: socket.socket, seconds_left: Callable[[], float], size: int, method: str | None = None):
         """Makes it from a connection, for a body of `size` bytes."""
@@ -116,7 +130,7 @@ class BoundedResponse(http.client.HTTPResponse):
 
 
 class WebResponse:
-    """The response to one request, whose head was received.
+    """The response to a request, with its head received.
 
     Attributes:
       status: its number.
@@ -132,7 +146,9 @@ class WebResponse:
             received.read(1)  # its end leaves the connection to others
 
     def body(self, most: int) -> bytes | None:
-        """Reads the body; None for one of more bytes, of which no more than that are read.
+        """Reads the body, or returns None.
+
+        None: it has more bytes; no more than the bound are read.
 
         Raises:
           urllib3.exceptions.HTTPError: it was cut, or is no HTTP.
@@ -156,7 +172,9 @@ class WebResponse:
         return None if len(data) > most else data
 
     def fill(self, into: memoryview) -> bool:
-        """Reads the body into memory of its size; False where it is not announced to have that: nothing is read then.
+        """Reads the body into memory of its size.
+
+        False if another size is announced: nothing is read then.
 
         Raises:
           urllib3.exceptions.HTTPError: it was cut.
@@ -173,6 +191,9 @@ class WebResponse:
         return True
 
     def close(self) -> None:
-        """Closes the connection, unless the response has ended as it announced and left it to others."""
+        """Closes the connection, unless it was left to other users.
+
+        A response that has ended as announced leaves it.
+        """
         self._received.close()
         self._received.release_conn()

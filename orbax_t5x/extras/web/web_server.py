@@ -1,4 +1,6 @@
-"""One web server: reads of byte ranges that never hold more than was asked for.
+"""A web server: bounded reads of byte ranges.
+
+They never hold more than was asked for.
 
 TensorStore keeps all that a server sends, however much it is, and goes on after it was cancelled. So http and https are
 read by urllib3: every request names its last byte, a response is compared with the request before its body is read, the
@@ -40,7 +42,7 @@ _NO_RETRIES = urllib3.Retry(False, redirect=False)
 
 
 class WebServer:
-    """One web server; implements `Transport`."""
+    """A web server; implements `Transport`."""
 
     is_bounded: bool = True
 
@@ -75,7 +77,7 @@ class WebServer:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> _Result:
-        """Sends a request once, and returns what `judge` makes of its response.
+        """Sends a request once, and returns `judge`'s result.
 
         Args:
           target: path and query, without the slash at the front.
@@ -123,7 +125,10 @@ class WebServer:
                 response.close()
 
     def close_idle(self) -> None:
-        """Closes the connections that no request uses, and those of requests under way once these have ended."""
+        """Closes unused connections.
+
+        A connection with a request under way is closed once the request has ended.
+        """
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -145,7 +150,10 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _plain_error(reason: BaseException) -> Exception:
-    """Returns what a failure of a request or a response means: whether another attempt may succeed."""
+    """Converts a failure of a request or a response.
+
+    The result tells if another attempt may succeed.
+    """
     text = f"{type(reason).__name__}: {reason}"[:_TEXT_LENGTH]
     if isinstance(reason, ssl.SSLError) and not isinstance(reason, _BROKEN_TLS):
         return ValueError(f"UNKNOWN: {text}")

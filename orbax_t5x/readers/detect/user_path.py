@@ -35,7 +35,10 @@ def path_text(path: str | os.PathLike[str]) -> str:
 
 
 def _order_hint(given: object) -> str:
-    """Says the order of a restore's arguments, if a target or a model was given as the path."""
+    """Returns a hint on the order of a restore's arguments.
+
+    Empty unless a target or a model was given as the path.
+    """
     is_target = isinstance(given, dict) or callable(given) or hasattr(type(given), "shape")
     return "; the checkpoint is the first argument, and the target the second" if is_target else ""
 
