@@ -75,9 +75,16 @@ class BundleLeaves:
     def _shard_name(self, number: int) -> str:
         return f"{self._prefix}.data-{number:05d}-of-{self._num_shards:05d}"
 
-    def stat_shards(self) -> None:
-        """Stats all shards in a batch."""
-        self._files.stat_ahead([self._shard_name(number) for number in range(self._num_shards)])
+    def named_sizes(self) -> list[int | None]:
+        """Returns the sizes of the shards that entries name.
+
+        The others are not looked at: their number is a claim, and nothing may be in them.
+        """
+        self._files.stat_ahead([self._shard_name(number) for number in sorted(self.shards)])
+        sizes: list[int | None] = [None] * self._num_shards
+        for number, shard in self.shards.items():
+            sizes[number] = None if isinstance(shard, CheckpointError) else shard.known_size
+        return sizes
 
     def shard(self, number: int) -> StoredFile | CheckpointError:
         """Returns the file of a shard, measured once."""

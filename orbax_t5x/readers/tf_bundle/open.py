@@ -14,7 +14,7 @@ import os
 import re
 from typing import Any
 
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
 from orbax_t5x.readers.tf_bundle.locate import BundleLocation, find_bundle
@@ -27,7 +27,7 @@ from orbax_t5x.storage.places import files_at
 _STEP = re.compile(r"-([0-9]{1,18})$")
 # The version that this reader is of; a bundle names the oldest reader that may read it.
 _READER_VERSION = 1
-# More shards than any writer has made; each is a file to look at.
+# More shards than any writer has made; only those that entries name are looked at.
 _MAX_SHARDS = 100_000
 _ENDIANNESS = {0: "little", 1: "big"}
 
@@ -63,16 +63,14 @@ def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None
 
 
 def _bundle_metadata(place: BundleLocation, header: BundleHeader, leaves: BundleLeaves) -> dict[str, Any]:
-    leaves.stat_shards()
-    shards = [leaves.shard(number) for number in range(header.num_shards)]
     metadata: dict[str, Any] = {
         "writer": "TensorFlow",
         "version": header.producer,
         "min_consumer": header.min_consumer,
         "endianness": _ENDIANNESS[header.endianness],
         "num_shards": header.num_shards,
-        # None for a shard that is not there: nothing may be in it. Remote stores do not report it.
-        "shard_bytes": [None if isinstance(shard, CheckpointError) else shard.known_size for shard in shards],
+        # None for a shard that no entry names or that is not there. Remote stores do not report it.
+        "shard_bytes": leaves.named_sizes(),
     }
     if place.rebased_from is not None:
         metadata["rebased_from"] = place.rebased_from

@@ -14,8 +14,9 @@ from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
-from tests.support.bundle_writer import Bundle, bundle_of, np_dtype
+from tests.support.bundle_writer import Bundle, bundle_of, header, np_dtype
 from tests.support.format_suites import BundleSuite
 
 BUNDLES = [
@@ -208,6 +209,22 @@ def test_opening_reads_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "open", watch)
     open_tf_bundle(prefix).close()
     assert not [path for path in opened if ".data-" in str(path)] and opened
+
+
+def test_a_claim_of_many_shards_costs_no_look_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = bundle_of({"a": ARRAYS["a"]})
+    bundle.header = header(100_000)
+    prefix = bundle.write(tmp_path)
+    shard = f"{prefix}.data-00000-of-00001"
+    os.rename(shard, f"{prefix}.data-00000-of-100000")
+    looked = []
+    file = LocalFiles.file
+    monkeypatch.setattr(LocalFiles, "file", lambda self, name: (looked.append(name), file(self, name))[1])
+    with open_tf_bundle(prefix) as checkpoint:
+        assert sorted(looked) == [f"{prefix.name}.data-00000-of-100000", f"{prefix.name}.index"]
+        assert np.array_equal(read_whole(leaf_of(checkpoint, "a")), ARRAYS["a"])
+        sizes = checkpoint.metadata["shard_bytes"]
+        assert (len(sizes), sizes[0], set(sizes[1:])) == (100_000, ARRAYS["a"].nbytes, {None})
 
 
 def test_leaves_of_a_closed_checkpoint_are_not_read(tmp_path: Path) -> None:
