@@ -10,9 +10,9 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from orbax_t5x.provenance.digests import chain_digest, qualified_name
+from orbax_t5x.provenance.digests import digest_of_chain, digest_of_rule, qualified_name, rule_identities
 from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
 # A record is stored with every step: longer rules, and more of them, are cut. The digest counts all.
@@ -20,34 +20,71 @@ _RULE_CHARACTERS = 300
 _RECORDED_RULES = 500
 
 
-@dataclasses.dataclass(frozen=True)
-class ChainRecord:
-    """Record of a chain of transforms: a text per rule, in order, and the digest, if each transform has one.
+class RuleRecord(NamedTuple):
+    """Record of one transform: its texts, its identity, and whether it only selects.
 
-    `only_selects` where no transform changes the value of a leaf that it keeps, nor which leaf it is.
+    The identity is equal for equal rules and None where that cannot be told.
     """
 
-    rules: tuple[str, ...] = ()
-    digest: str | None = None
+    texts: tuple[str, ...]
+    identity: str | None
     only_selects: bool = False
+
+    @property
+    def digest(self) -> str | None:
+        """The digest that a record holds."""
+        return None if self.identity is None else digest_of_rule(self.identity)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainRecord:
+    """Record of a chain of transforms, in order."""
+
+    steps: tuple[RuleRecord, ...] = ()
 
     @classmethod
     def of(cls, transforms: Sequence[Callable[..., Any]]) -> ChainRecord:
         """Makes the record of some transforms, in order."""
         chain = tuple(transforms)
         return cls(
-            rules=tuple(_cut_rule(rule) for transform in chain for rule in _rules(transform)),
-            digest=chain_digest(chain),
-            only_selects=bool(chain) and all(getattr(one, "only_selects", False) is True for one in chain),
+            tuple(
+                RuleRecord(tuple(map(_cut_rule, _rules(one))), identity, getattr(one, "only_selects", False) is True)
+                for one, identity in zip(chain, rule_identities(chain), strict=True)
+            )
         )
 
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The texts of all rules."""
+        return tuple(text for step in self.steps for text in step.texts)
+
+    @functools.cached_property
+    def digest(self) -> str | None:
+        """The digest of the whole chain; None where it is empty or a transform has none."""
+        return digest_of_chain([step.identity for step in self.steps])
+
+    @property
+    def only_selects(self) -> bool:
+        """Truth of this: no transform changes a leaf that it keeps, nor its name."""
+        return bool(self.steps) and all(step.only_selects for step in self.steps)
+
     def __bool__(self) -> bool:
-        return bool(self.rules)
+        return bool(self.steps)
+
+    def part(self, first: int, last: int | None = None) -> ChainRecord:
+        """Returns the record of some of the transforms."""
+        return ChainRecord(self.steps[first:last])
 
     def recorded_rules(self) -> list[str]:
         """Returns the rules as a record holds them: the first 500, and how many more there are."""
         more = len(self.rules) - _RECORDED_RULES
         return [*self.rules[:_RECORDED_RULES], f"… and {more} more"] if more > 0 else list(self.rules)
+
+    def recorded_steps(self) -> list[dict[str, Any]] | None:
+        """Returns each transform's digest and number of texts; None where texts are cut off."""
+        if len(self.rules) > _RECORDED_RULES:
+            return None
+        return [{"digest": step.digest, "rules": len(step.texts)} for step in self.steps]
 
 
 def _rules(transform: Any) -> list[str]:

@@ -1,49 +1,41 @@
-"""Decides whether transforms are applied to a state: a pure function of its record, the transforms and the caller.
+"""Decides which transforms are applied to a state: a pure function of its record, the transforms and the caller.
 
-Transforms happen once within a run. The first row that fits decides, unless the caller answers with `is_resuming`:
+A list of rules is a history: what a state's record says of the list decides, unless the caller answers with
+`is_resuming`.
 
-| the source's record | own step of the run | restore of anything else | convert |
-|---|---|---|---|
-| none, or nothing was applied | apply | apply | apply |
-| unrecorded, and no later entry has the same digest | ask | ask | apply, one warning |
-| an entry has the same digest | applied already | the same, and a warning | the same, and a warning |
-| no digest on one side | ask | ask | apply, one warning |
-| other digests | a problem: what differs | apply | apply |
+| the list and the record | own step of the run | anything else |
+|---|---|---|
+| nothing is recorded, or nothing was applied | apply | apply |
+| equal | nothing is applied | the same, and a warning |
+| the list begins with what is recorded | apply the rest | apply the rest |
+| no rule in common | a problem | apply |
+| anything else | a problem: both, side by side | the same |
+| unrecorded, or a rule without a digest | ask | ask; `convert` applies, with one warning |
 
-Where a row asks, or other digests are a problem, transforms that only select or cast are applied all the same, as long
+Where a row asks, or is a problem, transforms that only select or cast are applied all the same, as long
 as there is no `fallback` that would fill what they take out: no value that is restored can be wrong by that.
-
-A run that is resumed whatever is recorded is in no row: nothing is applied, nothing is asked, and other digests are a
-warning.
+A job that starts is in the first column, but for steps of another writer: they are resumed as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
-from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.records import (
-    Entry,
-    Lineage,
-    applied_rules,
-    has_digest,
-    has_same_digest,
-    make_entry,
-    since_unrecorded,
-)
+from orbax_t5x.provenance.chains import ChainRecord, RuleRecord
+from orbax_t5x.provenance.history import HistoryComparison, RecordedRule, compare
+from orbax_t5x.provenance.records import UNRECORDED, Entry, Lineage, applied_rules, make_entry
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.narrow import is_mapping
 
-CallerKind = Literal["own step", "resumed run", "restore", "convert"]
-"""The kinds of callers: a restore of the run's own step (a handler's, without `source=`); the same where the run is
-resumed whatever is recorded (`restore_or_initialize`); any other restore or plan; and calls that make a new checkpoint
-or a new run (`convert`, `init_from=`, the command line)."""
+CallerKind = Literal["own step", "start", "restore", "convert"]
+"""The kinds of callers: a restore of the run's own step (a handler's, without `source=`); the same by
+`restore_or_initialize`; any other restore or plan; and calls that make a new checkpoint or a new run (`convert`,
+`init_from=`, the command line)."""
 
-_SHOWN_DIFFERENCES = 8
+_SHOWN_RULES = 12
 
 _ANSWERS = Fix.any_of(
     Fix.setting("pass {} (they were applied already: the run goes on)", is_resuming=True),
@@ -66,6 +58,7 @@ class ResumeContext:
       has_fallback: whether leaves that are missing are filled.
       source: path of the source, or name -> path.
       format: of the source, or name -> format.
+      transforms: that the chain records, for fixes.
     """
 
     chain: ChainRecord
@@ -74,6 +67,7 @@ class ResumeContext:
     has_fallback: bool
     source: str | Mapping[str, str]
     format: str | Mapping[str, str]
+    transforms: tuple[Callable[..., Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +76,7 @@ class Decision:
 
     Attributes:
       is_resuming: whether they were applied already.
+      skipped: how many of the first were applied already.
       lineage: of the state that is restored.
       problem: why nothing can be decided, and what the caller can pass; None where it is decided.
       warning: what a person should see; empty where nothing is.
@@ -95,69 +90,76 @@ class Decision:
     warning: str = ""
     note: str = ""
     unmatched: Lineage | None = None
+    skipped: int = 0
 
 
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     """Decides whether transforms are applied; `record` is the source's lineage, or None."""
     lineage = record or ()
+    if context.caller == "start" and record is None:
+        # Another writer's: whether this run's transforms were applied to it is not known.
+        return Decision(True, (UNRECORDED,) if context.chain else (_entry(context),))
     if not context.chain:
         return Decision(context.is_resuming is True, lineage or (_entry(context),))
-    if context.caller == "resumed run":
-        return _decide_to_resume(lineage, context)
+    found = compare(lineage, context.chain)
+    if context.caller == "start":
+        # The answer is one about `init_from` at every start: it counts where the record leaves a question.
+        decision = _decide_by_record(lineage, context, found)
+        if decision.problem is None or context.is_resuming is None:
+            return decision
     if context.is_resuming is not None:
-        return _decide_by_answer(lineage, context)
-    applied = [entry for entry in lineage if applied_rules(entry)]
-    since = since_unrecorded(lineage)
-    if since is not None and not any(has_same_digest(entry, context.chain) for entry in since):
+        return _decide_by_answer(lineage, context, found)
+    return _decide_by_record(lineage, context, found)
+
+
+def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryComparison) -> Decision:
+    """Decides by the table."""
+    is_own = context.caller in ("own step", "start")
+    before = listed([text for rule in found.recorded for text in rule.texts], 1)
+    if found.relation == "nothing recorded":
+        return _decide_to_apply(lineage, context)
+    if found.relation == "equal":
+        note = "the record holds the same rules in another order" if found.is_reordered else ""
+        return Decision(True, lineage, warning="" if is_own else _already_applied(lineage, before), note=note)
+    if found.relation == "prefix":
+        rest = dataclasses.replace(context, chain=context.chain.part(found.applied), is_resuming=None)
+        entry = make_entry(rest.source, rest.format, rest.chain, continues=True)
+        note = f"{found.applied} of {len(context.chain.steps)} rules were applied before: {before}"
+        return Decision(False, (*lineage, entry), note=note, skipped=found.applied)
+    if found.relation == "apart" and not is_own:
+        return dataclasses.replace(_decide_to_apply(lineage, context), note=f"applied to this state before: {before}")
+    if found.relation == "unrecorded":
         what = "nothing records what was applied to this state before it was saved"
         return _decide_unrecorded(lineage, context, what, _ANSWERS)
-    if not applied:
-        return _decide_to_apply(lineage, context)
-    same = next((entry for entry in reversed(applied) if has_same_digest(entry, context.chain)), None)
-    if same is not None:
-        warning = "" if context.caller == "own step" else _already_applied(same)
-        return Decision(True, lineage, warning=warning)
-    opaque = [entry for entry in applied if not has_digest(entry)]
-    if context.chain.digest is None or opaque:
-        whose = "those given" if context.chain.digest is None else f"those recorded ({_brief(opaque[-1])})"
+    if found.relation == "opaque":
+        applied = [entry for entry in lineage if applied_rules(entry)]
+        whose = "those given" if context.chain.digest is None else f"those recorded ({_brief(applied[-1])})"
         what = (
             f"{_brief(applied[-1])} was applied to this state before, and whether that is what is given now cannot be "
             f"told: {whose} hold a lambda, a closure, a callable object or too much data, and so have no digest"
         )
         return _decide_unrecorded(lineage, context, what, _ANSWERS)
-    if context.caller == "own step" and not _changes_no_value(context):
-        what = f"the run began with other transforms than those given: {_rule_differences(applied[-1], context.chain)}"
-        return Decision(False, lineage, problem=(what, _NEW_OR_SAME_RUN))
-    if context.caller == "own step":
+    if _changes_no_value(context):
         return Decision(False, lineage)
-    before = "; ".join(_brief(entry) for entry in applied)
-    return dataclasses.replace(_decide_to_apply(lineage, context), note=f"applied to this state before: {before}")
+    rows = _side_by_side(found.recorded, context.chain)
+    what = (
+        f"the rules that were applied to this state are not those given: {listed(rows, _SHOWN_RULES, separator='; ')}"
+    )
+    fix = _NEW_OR_SAME_RUN if found.relation == "apart" else _fix_of_difference(found.recorded, context)
+    return Decision(False, lineage, problem=(what, fix))
 
 
-def _decide_by_answer(lineage: Lineage, context: ResumeContext) -> Decision:
+def _decide_by_answer(lineage: Lineage, context: ResumeContext, found: HistoryComparison) -> Decision:
     """Follows the caller's `is_resuming`, which the next save records."""
-    known = any(has_same_digest(entry, context.chain) for entry in lineage)
+    is_known = found.relation == "equal"
     if context.is_resuming:
-        since = since_unrecorded(lineage)
-        found = known if since is None else any(has_same_digest(entry, context.chain) for entry in since)
         # Without a digest the entry could not be found again.
-        remembered = found or context.chain.digest is None
-        return Decision(True, lineage if remembered else (*lineage, _entry(context)))
-    if known and context.caller == "own step":
+        is_remembered = is_known or context.chain.digest is None
+        return Decision(True, lineage if is_remembered else (*lineage, _entry(context)))
+    if is_known and context.caller != "restore" and context.caller != "convert":
         what = "transforms would be applied again that the run's own record says were applied already"
         return Decision(False, lineage, problem=(what, Fix.setting("remove {}", is_resuming=False)))
     return _decide_to_apply(lineage, context)
-
-
-def _decide_to_resume(lineage: Lineage, context: ResumeContext) -> Decision:
-    """Resumes a run: nothing is applied, nothing is asked; other rules than recorded are a warning and are recorded."""
-    decision = _decide_by_answer(lineage, dataclasses.replace(context, is_resuming=True))
-    applied = [entry for entry in lineage if applied_rules(entry)]
-    known = any(has_same_digest(entry, context.chain) for entry in applied)
-    if known or decision.lineage == lineage or not applied or not all(map(has_digest, applied)):
-        return decision
-    what = f"the run began with other transforms than those given: {_rule_differences(applied[-1], context.chain)}"
-    return dataclasses.replace(decision, warning=f"{what}; it goes on without those given, which are recorded")
 
 
 def _decide_to_apply(lineage: Lineage, context: ResumeContext) -> Decision:
@@ -195,26 +197,68 @@ def _brief(entry: Entry) -> str:
     return listed(rules, 1)
 
 
-def _already_applied(entry: Entry) -> str:
-    source = entry["source"]
+def _already_applied(lineage: Lineage, before: str) -> str:
+    source = next(entry["source"] for entry in reversed(lineage) if applied_rules(entry))
     where = ", ".join(source.values()) if is_mapping(source) else source
     return (
         f"the transforms are not applied: by the checkpoint's record they were applied already, to {where!r}: "
-        f"{_brief(entry)}; is_resuming=False applies them again"
+        f"{before}; is_resuming=False applies them again"
     )
 
 
-def _rule_differences(entry: Entry, chain: ChainRecord) -> str:
-    """Lists the differences, rule by rule."""
-    recorded, given = list(applied_rules(entry)), chain.recorded_rules()
-    lines = [
-        f"{'recorded' if line[0] == '-' else 'given'} {line[2:]}"
-        for line in difflib.ndiff(recorded, given)
-        if line[0] in "-+"
-    ]
-    if not lines:
-        return f"the rules read the same ({_brief(entry)}), but their data or functions differ"
-    return listed(lines, _SHOWN_DIFFERENCES, separator="; ")
+def _side_by_side(recorded: Sequence[RecordedRule], chain: ChainRecord) -> list[str]:
+    """Lists the rules of both, in the order of the list, each with its state."""
+    rows: list[str] = []
+    left, newest = list(enumerate(recorded)), -1
+    for step in chain.steps:
+        text = "; ".join(step.texts)
+        same = [one for one in left if _is_same(one[1], step)][:1]
+        alike = same or [one for one in left if not set(one[1].texts).isdisjoint(step.texts)]
+        left = [one for one in left if one not in alike]
+        old = "; ".join(text for _, rule in alike for text in rule.texts)
+        if same:
+            rows.append(f"applied: {text}{' (moved)' if same[0][0] < newest else ''}")
+            newest = max(newest, same[0][0])
+        elif not alike:
+            rows.append(f"missing in the record: {text}")
+        elif old == text:
+            rows.append(f"changed: {text} (it reads the same, but its data or functions may differ)")
+        else:
+            rows.append(f"changed: {text} (recorded as {old})")
+    return [*rows, *(f"missing in those given: {'; '.join(rule.texts)}" for _, rule in left)]
+
+
+def _is_same(rule: RecordedRule, step: RuleRecord) -> bool:
+    return rule.digest is not None and rule.digest == step.digest
+
+
+def _is_part(rules: Sequence[Any], of: Sequence[Any]) -> bool:
+    """Tests whether rules stand in a longer list in their order."""
+    others = iter(of)
+    return None not in rules and all(rule in others for rule in rules)
+
+
+def _fix_of_difference(recorded: Sequence[RecordedRule], context: ResumeContext) -> Fix:
+    """Returns what to pass where rules of a list were inserted, removed, changed or moved."""
+    old, new = [rule.digest for rule in recorded], [step.digest for step in context.chain.steps]
+    if _is_part(new, old):
+        return Fix.setting("pass {} (the state has them and more: the run goes on)", is_resuming=True)
+    if _is_part(old, new) and context.transforms:
+        inserted = list(context.transforms)
+        for digest in reversed(old):
+            # The last that fits: the rules of the record are in the list's order.
+            position = max(index for index in range(len(inserted)) if new[index] == digest)
+            del inserted[position], new[position]
+        words = "apply those that were inserted alone, once, with {}"
+        return Fix.setting(words, transforms=tuple(inserted), is_resuming=False)
+    return Fix.any_of(
+        Fix.setting(
+            "give the rules as they were recorded and what follows from them at the end, or pass {} (the state "
+            "is as those given make it)",
+            is_resuming=True,
+        ),
+        Fix("apply alone, with is_resuming=False, those that this state lacks"),
+    )
 
 
 # -- several items
@@ -235,12 +279,15 @@ def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
     notes = dict.fromkeys(decision.note for decision in decisions.values() if decision.note)
     without = [decision.unmatched for decision in decisions.values() if decision.unmatched is not None]
     unmatched = _union_of_lineages(without) if len(without) == len(decisions) else None
-    return Decision(first.is_resuming, lineage, first.problem, "; ".join(warnings), "; ".join(notes), unmatched)
+    texts = "; ".join(warnings), "; ".join(notes)
+    return Decision(first.is_resuming, lineage, first.problem, *texts, unmatched, first.skipped)
 
 
 def _answer_text(decision: Decision) -> str:
     if decision.problem is not None:
         return "not decided"
+    if decision.skipped:
+        return f"the first {decision.skipped} applied already"
     return "applied already" if decision.is_resuming else "to be applied"
 
 

@@ -38,17 +38,35 @@ class NoDigestError(Exception):
 
 def chain_digest(chain: Sequence[Any]) -> str | None:
     """Computes the digest of a chain, `sha256:…`; None where it is empty or a transform of it has no digest."""
-    if not chain:
-        return None
+    return digest_of_chain(rule_identities(chain))
+
+
+def rule_identities(chain: Sequence[Any]) -> list[str | None]:
+    """Returns a text per transform, equal for equal rules; None where there is none."""
+    identities: list[str | None] = []
+    with _limited():
+        for transform in chain:
+            try:
+                identities.append(_transform_text(transform))
+            except (NoDigestError, RecursionError):
+                identities.append(None)
+    return identities
+
+
+def digest_of_chain(identities: Sequence[str | None]) -> str | None:
+    """Computes the digest of a chain from the texts of `rule_identities`."""
     digest = hashlib.sha256()
-    try:
-        with _limited():
-            for transform in chain:
-                digest.update(_transform_text(transform).encode())
-                digest.update(b"\0")
-    except (NoDigestError, RecursionError):
-        return None
-    return f"sha256:{digest.hexdigest()}"
+    for identity in identities:
+        if identity is None:
+            return None
+        digest.update(identity.encode())
+        digest.update(b"\0")
+    return f"sha256:{digest.hexdigest()}" if identities else None
+
+
+def digest_of_rule(identity: str) -> str:
+    """Computes the digest of one rule from its text of `rule_identities`."""
+    return hashlib.sha256(identity.encode()).hexdigest()[:_TRANSFORM_DIGITS]
 
 
 def dataclass_digest(value: Any) -> str | None:

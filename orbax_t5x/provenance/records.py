@@ -7,6 +7,8 @@
              "format": "tf_bundle",                        # or {"name": format}
              "transforms": ["Translate()"],                # the rules, for people; null: nothing was applied
              "digest": "sha256:…",                         # of the chain; null where it has none
+             "steps": [{"digest": "…", "rules": 1}],       # of each transform: its digest, and how many rules it has
+             "continues": true,                            # where these are the rest of a longer list
              "is_resuming": true}],                        # where the caller passed it: applied already
         "skipped": {                                       # leaves that Orbax cannot store, left out on request
             "a/b": {"shape": [0, 4], "dtype": "float32"}}}}
@@ -47,8 +49,9 @@ def make_entry(
     chain: ChainRecord,
     *,
     is_resuming: bool | None = None,
+    continues: bool = False,
 ) -> Entry:
-    """Makes the entry for one initialisation, or for one explicit answer (`is_resuming`)."""
+    """Makes the entry for one initialisation, the rest of a list, or one explicit answer (`is_resuming`)."""
     several = isinstance(source, Mapping)
     entry: dict[str, Any] = {
         "source": {name: os.fspath(path) for name, path in source.items()} if several else os.fspath(source),
@@ -56,6 +59,11 @@ def make_entry(
         "transforms": chain.recorded_rules() or None,
         "digest": chain.digest,
     }
+    steps = chain.recorded_steps()
+    if steps:
+        entry["steps"] = steps
+    if continues:
+        entry["continues"] = True
     return entry if is_resuming is None else {**entry, "is_resuming": is_resuming}
 
 
@@ -81,22 +89,6 @@ def is_unrecorded(entry: Entry) -> bool:
 def applied_rules(entry: Entry) -> tuple[str, ...]:
     """Returns the rules of an entry as text; empty where nothing was applied."""
     return tuple(entry.get("transforms") or ())
-
-
-def has_digest(entry: Entry) -> bool:
-    """Tests whether an entry of applied transforms can be compared with other chains."""
-    return entry["digest"] is not None
-
-
-def has_same_digest(entry: Entry, chain: ChainRecord) -> bool:
-    """Tests whether an entry of applied transforms is one of this chain."""
-    return chain.digest is not None and entry.get("digest") == chain.digest
-
-
-def since_unrecorded(lineage: Lineage) -> Lineage | None:
-    """Returns the entries after the last unrecorded save; None where all is recorded."""
-    last = max((index for index, entry in enumerate(lineage) if is_unrecorded(entry)), default=None)
-    return None if last is None else lineage[last + 1 :]
 
 
 def same_history(one: Lineage, other: Lineage) -> bool:
@@ -172,7 +164,19 @@ def _is_entry_form(entry: Mapping[str, Any]) -> bool:
         return False
     if "digest" not in entry or not isinstance(entry["digest"], str | None):
         return False
-    return entry["transforms"] is None or _is_list_of_texts(entry["transforms"])
+    if entry["transforms"] is not None and not _is_list_of_texts(entry["transforms"]):
+        return False
+    return isinstance(entry.get("continues", False), bool) and _are_steps(entry.get("steps"), entry["transforms"] or ())
+
+
+def _are_steps(steps: Any, texts: Sequence[str]) -> bool:
+    """Tests whether steps, where there are any, are those of all texts."""
+    return steps is None or (
+        is_sequence(steps)
+        and all(is_mapping(one) and isinstance(one.get("digest", 0), str | None) for one in steps)
+        and all(type(one.get("rules")) is int and one["rules"] > 0 for one in steps)
+        and sum(one["rules"] for one in steps) == len(texts)
+    )
 
 
 def _is_list_of_texts(value: Any) -> bool:

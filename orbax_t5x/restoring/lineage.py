@@ -106,6 +106,7 @@ class SourceHistory:
             has_fallback=options.fallback is not None,
             source={name: one.path for name, one in checkpoints.items()} if single is None else single.path,
             format={name: one.format for name, one in checkpoints.items()} if single is None else single.format,
+            transforms=tuple(transforms),
         )
         decision = combine_decisions({item: decide(record, context) for item, record in records.items()})
         path = self.sources.path

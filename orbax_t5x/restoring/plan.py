@@ -227,6 +227,7 @@ class RestorePlan:
       found_rules: the transforms that `"auto"` found; `print(plan)` shows them as code to paste.
       report: after `execute`, what was read and checked.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
+      rest: the transforms that are applied where the first of the list were applied before, else None.
       decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
         `broadcast.schedule.decisions_of` decides by the shardings.
 
@@ -265,6 +266,7 @@ class RestorePlan:
         self.report: RestoreReport | None = None
         self.decisions: Mapping[str, Any] | None = None
         self.is_resuming = False
+        self.rest: tuple[Any, ...] | None = None
 
     def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """Takes the provenance from a function, which is called where it is first used."""

@@ -128,7 +128,9 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         fallback=fallback,
         before=tuple(diagnostics.problems),
     )
-    state = run_on_leaves(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
+    state = run_on_leaves(
+        transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics, skipped=decision.skipped
+    )
     has_matched = decision.unmatched is None or bool(diagnostics.origin_of) or _is_changed(source, state)
     matcher = inputs.match(state, diagnostics)
     entries = matcher.entries()
@@ -159,6 +161,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         found_rules=found,
     )
     plan.is_resuming = resuming
+    plan.rest = tuple(transforms[decision.skipped :]) if decision.skipped else None
     if found and plan.filled and not plan.is_fill_expected:
         if problems := _partial_rules(plan, found):
             raise diagnostics.error(problems, path=inputs.sources.path)

@@ -52,12 +52,14 @@ def open_transformed(
     records = history.with_older_steps() if applied else history.recorded
     decision = history.decide(records, applied, options, "convert")
     resuming = decision.is_resuming
-    state = run_on_leaves(applied, stored, target, is_resuming=resuming, diagnostics=diagnostics)
+    state = run_on_leaves(
+        applied, stored, target, is_resuming=resuming, diagnostics=diagnostics, skipped=decision.skipped
+    )
     views = _views(state, diagnostics)
     if diagnostics.problems:
         raise diagnostics.error(path=path)
     warnings = [decision.warning, *diagnostics.warnings] if decision.warning else diagnostics.warnings
-    rules = [] if resuming else [describe_transform(transform) for transform in applied]
+    rules = [] if resuming else [describe_transform(transform) for transform in applied[decision.skipped :]]
     return TransformedLeaves(path, views, tuple(rules), tuple(warnings))
 
 

@@ -119,12 +119,15 @@ def run_on_leaves(
     *,
     is_resuming: bool,
     diagnostics: Diagnostics,
+    skipped: int = 0,
 ) -> dict[str, Any]:
     """Runs transforms like `run_transforms` on leaves of checkpoints, whose typed PRNG keys are one element each."""
     if not transforms:
         return dict(leaves)
     source = {name: as_keys(value) if isinstance(value, View) else value for name, value in leaves.items()}
-    state = run_transforms(transforms, source, target_flat, is_resuming=is_resuming, diagnostics=diagnostics)
+    state = run_transforms(
+        transforms, source, target_flat, is_resuming=is_resuming, diagnostics=diagnostics, skipped=skipped
+    )
     return {name: key_data(value) if isinstance(value, View) else value for name, value in state.items()}
 
 
@@ -135,17 +138,19 @@ def run_transforms(
     *,
     is_resuming: bool,
     diagnostics: Diagnostics,
+    skipped: int = 0,
 ) -> dict[str, Any]:
     """Runs transforms in order on a flat state dict; problems and all else worth knowing go to `diagnostics`.
 
     When resuming, our own transforms leave the state as it is, functions with the keyword `is_resuming` are called
     with True, others are not called. What a caller's function or transform raises becomes a problem, except for OSError
-    and MemoryError, which say nothing about the state.
+    and MemoryError, which say nothing about the state. The first, as many as are `skipped`, are run as when resuming.
     """
     state = dict(source_flat)
-    for transform in transforms:
+    for index, transform in enumerate(transforms):
+        resuming = is_resuming or index < skipped
         if not isinstance(transform, Transform):
-            state = _run_function(transform, state, target_flat, is_resuming=is_resuming, diagnostics=diagnostics)
-        elif not is_resuming:
+            state = _run_function(transform, state, target_flat, is_resuming=resuming, diagnostics=diagnostics)
+        elif not resuming:
             state = _run_transform(transform, state, target_flat, diagnostics)
     return state

@@ -16,6 +16,7 @@ import orbax_t5x as ot
 from orbax_t5x.provenance import runs
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import ResumeContext, combine_decisions, decide
+from orbax_t5x.provenance.history import compare
 from orbax_t5x.provenance.records import UNRECORDED, make_entry
 
 T = ot.transforms
@@ -91,7 +92,7 @@ TABLE = {
     "unrecorded": ((UNRECORDED,), MINE, "ask ask apply!"),
     "unrecorded after an entry": ((made(MINE), UNRECORDED), MINE, "ask ask apply!"),
     "the same digest": ((made(MINE),), MINE, "once once! once!"),
-    "an older entry has the same": ((made(MINE), made(THEIRS)), MINE, "once once! once!"),
+    "an older entry has the same": ((made(MINE), made(THEIRS)), MINE, "problem problem problem"),
     "unrecorded before other rules": ((UNRECORDED, made(THEIRS)), MINE, "ask ask apply!"),
     "unrecorded between the same and others": ((made(MINE), UNRECORDED, made(THEIRS)), MINE, "ask ask apply!"),
     "an answer on top of what nobody recorded": ((UNRECORDED, made(MINE)), MINE, "once once! once!"),
@@ -133,7 +134,7 @@ def test_an_answer_is_followed_and_remembered(row, caller):
         return
     goes_on = decided(record, chain, caller, True)
     assert goes_on.is_resuming and goes_on.problem is None
-    once = any(entry.get("digest") == chain.digest is not None for entry in record or ())
+    once = compare(record or (), chain).relation == "equal"
     starts = decided(record, chain, caller, False)
     if once and caller == "own step":
         assert str(starts.problem[1]) == "remove is_resuming=False"
@@ -147,19 +148,6 @@ def test_an_answer_is_followed_and_remembered(row, caller):
                 assert again.problem is None
 
 
-@pytest.mark.parametrize("row", TABLE)
-def test_a_run_that_goes_on_is_never_asked(row):
-    record, chain, _ = TABLE[row]
-    decision = decided(record, chain, "resumed run", True)
-    assert decision.is_resuming and decision.problem is None
-    assert bool(decision.warning) == (
-        row in ("other digests", "selecting, other digests", "unrecorded before other rules")
-    )
-    # What was told is recorded, and told once.
-    again = decided(decision.lineage, chain, "resumed run", True)
-    assert not again.warning and again.lineage == decision.lineage
-
-
 def test_a_fallback_takes_the_exemption_away():
     for record, chain in (((UNRECORDED,), SELECTS), ((made(MINE),), SELECTS)):
         assert decided(record, chain, "own step", has_fallback=True).problem is not None
@@ -168,8 +156,7 @@ def test_a_fallback_takes_the_exemption_away():
 def test_the_difference_is_shown_rule_by_rule():
     edited = ChainRecord.of([T.Rename([("x", "y"), ("y", "z")])])
     message, fix = map(str, decided((made(MINE),), edited, "own step").problem)
-    assert "recorded Rename: ('y', 'x')" in message and "given Rename: ('y', 'z')" in message
-    assert "('x', 'y')" not in message
+    assert message.count("('y', 'x')") == message.count("('y', 'z')") == 1
     assert "is_resuming=True" in fix and "is_resuming=False" in fix
 
 
@@ -236,7 +223,7 @@ def test_edited_rules_are_refused_once(tmp_path):
     plan = ot.plan_restore(tmp_path / "old", TARGET, SWAP)
     save(tmp_path / "run", 0, plan.execute(), provenance=plan.provenance)
     problem = problem_of(restore, tmp_path / "run", 0, OTHER)
-    assert "recorded" in problem.message and "given" in problem.message
+    assert "missing in the record" in problem.message and "missing in those given" in problem.message
     state = restore(tmp_path / "run", 0, OTHER, is_resuming=True)
     assert values(state) == SWAPPED
     for step in (1, 2):
@@ -416,7 +403,8 @@ def test_other_data_of_a_merge_are_other_rules(tmp_path, kind):
         restored = manager.restore(0, args=ot.args.TrainStateRestore(target, merge(1.0)))
         assert restored["x"][0] == 1
         problem_of(manager.restore, 0, args=ot.args.TrainStateRestore(target, merge(5.0)))
-    assert ot.restore(tmp_path / "run", target, merge(5.0))["x"][0] == 5
+    problem_of(ot.restore, tmp_path / "run", target, merge(5.0))
+    assert ot.restore(tmp_path / "run", target, merge(5.0), is_resuming=False)["x"][0] == 5
 
 
 # -- several restores in one process

@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as v1
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -62,11 +62,30 @@ def history_of(entries):
 
 def verdict(entries, chain):
     """What a restore of an own step does: "apply", "once" or "ask"."""
-    names = [entry.rstrip("+") for entry in entries]
-    since = names[len(names) - names[::-1].index(UNKNOWN) :] if UNKNOWN in names else names
-    if chain in since:
+    readings, names = [()], [entry for entry in entries if entry != UNKNOWN]
+    for entry in entries:
+        if entry == UNKNOWN:
+            readings = []
+        elif entry.endswith("+"):
+            readings = [*filter(None, readings), (entry[:-1],)]
+        else:
+            readings = [*((*one, entry) for one in readings), (entry,)]
+    if (chain,) in readings:
         return "once"
-    return "ask" if names else "apply"
+    return "ask" if names or UNKNOWN in entries else "apply"
+
+
+def conversion(entries, chain):
+    """What a conversion does: "apply", "once" or "ask"; it asks where a rule of the list is recorded."""
+    own = verdict(entries, chain)
+    names = [entry.rstrip("+") for entry in entries]
+    last = len(names) - 1 - names[::-1].index(UNKNOWN) if UNKNOWN in names else -1
+    is_unrecorded = last >= 0 and not any(entry.endswith("+") for entry in entries[last:])
+    given = set(RULES[chain].rules)
+    is_shared = any(not given.isdisjoint(RULES[name].rules) for name in names if name != UNKNOWN)
+    if own != "ask" or is_unrecorded or not is_shared:
+        return "once" if own == "once" else "apply"
+    return "ask"
 
 
 @dataclasses.dataclass
@@ -251,8 +270,6 @@ class Lineages(RuleBasedStateMachine):
             with pytest.raises(ot.RestorePlanError) as raised:
                 call()
             assert [problem.kind for problem in raised.value.problems] == ["provenance"]
-            if not goes_on and chain in entries:
-                goes_on = True  # the record holds it already: False is refused
             state, provenance = call(is_resuming=goes_on)
             values, entries = (
                 (values, (*entries, f"{chain}+")) if goes_on else (moved(values, chain), (*entries, chain))
@@ -303,8 +320,14 @@ class Lineages(RuleBasedStateMachine):
         self.converted += 1
         converted = self.base / f"converted_{self.converted}"
         # What nobody recorded is transformed, with a warning; what was applied already is not.
-        ot.convert(self.root / str(self.newest()) / item, converted, RULES[chain])
-        expected = values if verdict(entries, chain) == "once" else moved(values, chain)
+        convert = functools.partial(ot.convert, self.root / str(self.newest()) / item, converted, RULES[chain])
+        outcome = conversion(entries, chain)
+        if outcome == "ask":
+            with pytest.raises(ot.RestorePlanError, match="rules that were applied to this state are not those given"):
+                convert()
+            return
+        convert()
+        expected = values if outcome == "once" else moved(values, chain)
         assert_equal(ot.restore(converted, TARGET), expected)
         assert_equal(ot.restore(converted, TARGET, RULES[chain]), expected)
 
@@ -320,6 +343,7 @@ Lineages.TestCase.settings = settings(
     stateful_step_count=8,
     deadline=None,
     suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),
 )
 TestLineages = pytest.mark.slow(Lineages.TestCase)
 

@@ -36,7 +36,7 @@ from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
 from orbax_t5x.provenance.decision import CallerKind, Decision
-from orbax_t5x.provenance.records import Lineage, applied_rules
+from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded
 from orbax_t5x.provenance.runs import EVERY_ITEM, RunKey, begin_run, note_restored
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
@@ -102,21 +102,22 @@ def restore_or_initialize(
     """Starts a training job: from its own newest step, else from a checkpoint to begin with, else from scratch.
 
     Call it at every start, with the same arguments. What was applied when the run began is recorded by the first save
-    of an `orbax_t5x.TrainStateHandler` below the manager's root, or in an `orbax_t5x.v1.context`, and a run that goes
-    on is never transformed again.
+    of an `orbax_t5x.TrainStateHandler` below the manager's root, or in an `orbax_t5x.v1.context`, and no rule is
+    applied twice.
 
     Args:
       manager: any `ocp.CheckpointManager`, with whichever handlers, or Orbax v1's `training.Checkpointer`; steps that
         others than this package wrote are resumed too.
       target: as `orbax_t5x.restore` takes it.
       init_from: what a new run begins with: a source of `orbax_t5x.restore`, of any format.
-      transforms: of `init_from`. They are not applied to a step of the manager's root. Where the run's record has other
-        ones, a warning is logged, and those given are recorded.
+      transforms: of `init_from`. To a step of the manager's root those are applied that its record lacks, where the
+        list has grown at its end; any other difference is a problem. A step of another writer is resumed as it is.
       init_fn: a function of no arguments that returns a tree like the target or its state dict, or such a tree: the
         state where there is no `init_from`, else the values of the leaves that it lacks, as `fallback` of
         `orbax_t5x.restore` gives them. A step of the manager's root has to be complete.
       item: which item of the manager's steps is the state, where they have several.
-      is_resuming: of `init_from`, as in `orbax_t5x.restore`; a step of the manager's root goes on in any case.
+      is_resuming: of `init_from`, as in `orbax_t5x.restore`; of a step of the manager's root where its record leaves
+        a question.
       strict, dtype, allow_lossy_cast, verify, memory_limit_bytes, progress, limits, broadcast: as in
         `orbax_t5x.restore`.
       fallback_for: regexes of the target leaves that `init_fn` may fill beside `init_from`; see `orbax_t5x.restore`.
@@ -180,7 +181,11 @@ class _RestoreResult:
         """Returns each item's lineage, this restore included; `single` is the name of a single item."""
         recorded = [entry for record in self.records.values() for entry in record or ()]
         added = [entry for entry in self.plan.provenance if applied_rules(entry) and entry not in recorded]
-        return {item or single: (*(record or ()), *added) for item, record in self.records.items()}
+        # Another writer's item, of which nothing is known, stays so.
+        unknown = tuple(entry for entry in self.plan.provenance if is_unrecorded(entry))
+        return {
+            item or single: (*(unknown if record is None else record), *added) for item, record in self.records.items()
+        }
 
 
 class _JobStart:
@@ -248,14 +253,14 @@ class _JobStart:
 
     def _attempt(self, directory: epath.Path, chain: tuple[Callable[..., Any], ...]) -> _RestoreResult | _Damage:
         """Restores one step; all processes have it, or none."""
-        options = dataclasses.replace(self._options, item=None, fallback=None, is_resuming=True, fallback_for=None)
+        options = dataclasses.replace(self._options, item=None, fallback=None, fallback_for=None)
         path = os.fspath(directory / self._item_in(directory))
         together = Agreement(_PRIMARY, os.fspath(directory))
         restored: _RestoreResult | None = None
         damage: _Damage | None = None
         with together.planning():
             try:
-                restored = self._restore(path, chain, options, "resumed run")
+                restored = self._restore(path, chain, options, "start")
             except _DAMAGE as error:
                 damage = _Damage(str(error), isinstance(error, CheckpointIOError))
             except UnsupportedCheckpointError as error:

@@ -60,30 +60,35 @@ def test_a_new_run_in_the_place_of_an_old_one_has_its_own_lineage(tmp_path, targ
 
 
 @pytest.mark.slow
-def test_other_rules_than_recorded_are_a_warning_once(tmp_path, target, source, caplog):
+def test_a_start_decides_by_the_table(tmp_path, target, source):
+    """What is not applied is not recorded; a list that grew has its rest applied, once."""
     root = tmp_path / "root"
+    back = T.Rename([("x", "z"), ("z", "x")])
 
-    def start(transforms):
+    def start(transforms, **answer):
         runs.forget_all()
-        caplog.clear()
-        with ours(root) as manager, caplog.at_level(logging.WARNING, "orbax_t5x"):
-            state, step, _ = ot.restore_or_initialize(manager, target, init_from=source, transforms=transforms)
+        with ours(root) as manager:
+            state, step, _ = ot.restore_or_initialize(
+                manager, target, init_from=source, transforms=transforms, **answer
+            )
             manager.save(step + 1, args=our_args(state))
-        return values(state), [record.message for record in caplog.records if record.name.startswith("orbax_t5x")]
+        return values(state)
 
-    assert start(SWAP) == (SWAPPED, [])
-    state, (warning,) = start(OTHER)
-    assert state == SWAPPED
-    assert "other transforms" in warning and "'z'" in warning and "'x'" in warning
-    assert [entry.get("is_resuming") for entry in recorded(root / "2" / "default")] == [None, True]
-    # Now both are the run's.
-    assert start(OTHER) == (SWAPPED, [])
-    assert start(SWAP) == (SWAPPED, [])
-    assert recorded(root / "4" / "default") == recorded(root / "2" / "default")
+    assert start(SWAP) == SWAPPED
+    with pytest.raises(ot.RestorePlanError, match=r"not those given.*'z'"):
+        start(OTHER)
+    grown = {"x": SWAPPED["z"], "y": SWAPPED["y"], "z": SWAPPED["x"]}
+    for _ in range(2):
+        assert start([SWAP, back]) == grown
+    assert [entry.get("continues") for entry in recorded(root / "3" / "default")] == [None, True]
+    with pytest.raises(ot.RestorePlanError, match="missing in those given"):
+        start(SWAP)
+    assert start(SWAP, is_resuming=True) == grown
+    assert start(SWAP) == grown and start([SWAP, back]) == grown
 
 
 @pytest.mark.slow
-def test_nobody_is_asked(tmp_path, target, source):
+def test_what_cannot_be_compared_is_asked(tmp_path, target, source):
     root = tmp_path / "root"
     moved = []
 
@@ -91,22 +96,20 @@ def test_nobody_is_asked(tmp_path, target, source):
         moved.append(True)
         return SWAP(state, target)
 
-    for _ in range(3):
+    def start(**answer):
         runs.forget_all()
         with ours(root) as manager:
             state, step, _ = ot.restore_or_initialize(
-                manager, target, init_from=source, transforms=[lambda s, t: opaque(s, t)]
+                manager, target, init_from=source, transforms=[lambda s, t: opaque(s, t)], **answer
             )
             assert values(state) == SWAPPED
             manager.save(step + 1, args=our_args(state))
+
+    start()
+    with pytest.raises(ot.RestorePlanError, match="a lambda"):
+        start()
+    start(is_resuming=True)
     assert moved == [True]
-    # Nothing records what happened before this save.
-    unrecorded = tmp_path / "unrecorded"
-    runs.forget_all()
-    with ours(unrecorded) as manager:
-        manager.save(1, args=our_args(STATE))
-    with ours(unrecorded) as manager:
-        assert values(ot.restore_or_initialize(manager, target, init_from=source, transforms=SWAP).state) == SWAPPED
 
 
 SOURCES_WITH_TRANSFORMS = {

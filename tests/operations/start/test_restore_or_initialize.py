@@ -1,5 +1,6 @@
 """A job starts from its own newest good step, else from a checkpoint, else from scratch; what was applied is kept."""
 
+import functools
 import shutil
 
 import jax
@@ -145,7 +146,11 @@ def test_a_step_of_any_writer_is_resumed(tmp_path, target, source, kind):
         manager.wait_until_finished()
     for _ in range(2):  # new managers know nothing of what others saved
         with make(tmp_path / "root") as manager:
-            start = ot.restore_or_initialize(manager, target, init_from=source, transforms=SWAP)
+            call = functools.partial(ot.restore_or_initialize, manager, target, init_from=source, transforms=SWAP)
+            if args is our_args:  # it is recorded that nothing is known
+                with pytest.raises(ot.RestorePlanError, match="nothing records what was applied"):
+                    call()
+            start = call(is_resuming=True) if args is our_args else call()
             assert (values(start.state), start.step, start.how) == (SWAPPED, 4, "resumed")
             manager.save(start.step + 1, args=args(start.state))  # and the manager is as good as before
             manager.wait_until_finished()

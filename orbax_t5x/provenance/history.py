@@ -1,0 +1,219 @@
+"""Compares a list of rules with the rules that a lineage records.
+
+A record may be read in several ways: after a rule was applied that somebody inserted into the list, and after an answer
+that other rules had been applied already. The list is compared with each reading.
+
+Entries of the format before have one digest for the whole of their rules; a part of the list has those rules if it has
+that digest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.records import Entry, Lineage, applied_rules, is_unrecorded
+
+Relation = Literal["nothing recorded", "equal", "prefix", "apart", "differs", "unrecorded", "opaque"]
+"""Relation of a list to a record: `prefix` where it begins with what is recorded, `apart` without a rule in common,
+`opaque` where a rule has no digest, `differs` for all else."""
+
+
+class RecordedRule(NamedTuple):
+    """One rule of a record: its texts, and its digest where it has one of its own."""
+
+    texts: tuple[str, ...]
+    digest: str | None
+
+
+class Segment(NamedTuple):
+    """Rules that were applied together.
+
+    Attributes:
+      rules: in order; without digests where `whole` is the digest of all.
+      whole: the chain's digest in an entry of the format before, or None.
+      is_inserted: whether the caller had them applied after later ones.
+    """
+
+    rules: tuple[RecordedRule, ...]
+    whole: str | None
+    is_inserted: bool
+
+    @classmethod
+    def of(cls, entry: Entry) -> Segment:
+        """Makes the segment of an entry."""
+        texts, steps = applied_rules(entry), entry.get("steps")
+        inserted = entry.get("is_resuming") is False
+        if steps is None:
+            return cls(tuple(RecordedRule((text,), None) for text in texts), entry["digest"], inserted)
+        rules: list[RecordedRule] = []
+        position = 0
+        for step in steps:
+            rules.append(RecordedRule(tuple(texts[position : position + step["rules"]]), step["digest"]))
+            position += step["rules"]
+        return cls(tuple(rules), None, inserted)
+
+    @property
+    def is_opaque(self) -> bool:
+        """Truth of this: a rule cannot be compared."""
+        return self.whole is None and any(rule.digest is None for rule in self.rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryReading:
+    """One way to read a record; not `is_sure` where rules were applied before that nobody recorded."""
+
+    segments: tuple[Segment, ...]
+    is_sure: bool
+
+    def rules(self) -> list[RecordedRule]:
+        """Lists the rules in the order in which they were applied."""
+        return [rule for segment in self.segments for rule in segment.rules]
+
+
+class HistoryComparison(NamedTuple):
+    """Result of a comparison.
+
+    Attributes:
+      relation: of the list to the record.
+      applied: how many rules at the list's beginning were applied already.
+      recorded: the rules of the reading that the list was compared with.
+      is_reordered: whether they were applied in another order.
+    """
+
+    relation: Relation
+    applied: int = 0
+    recorded: tuple[RecordedRule, ...] = ()
+    is_reordered: bool = False
+
+
+def compare(lineage: Lineage, chain: ChainRecord) -> HistoryComparison:
+    """Compares given rules with those that a lineage records."""
+    applied = [Segment.of(entry) for entry in lineage if applied_rules(entry)]
+    has_gap = any(map(is_unrecorded, lineage))
+    if not applied and not has_gap:
+        return HistoryComparison("nothing recorded")
+    readings = _readings(lineage)
+    matches = [(count, reading) for reading in readings if (count := _matched(reading, chain)) is not None]
+    for count, reading in matches:
+        if count == len(chain.steps):
+            rules = tuple(reading.rules())
+            return HistoryComparison("equal", count, rules, _is_reordered(reading))
+    if has_gap and not any(reading.is_sure for reading in readings):
+        return HistoryComparison("unrecorded")
+    if any(segment.is_opaque for segment in applied) or any(step.identity is None for step in chain.steps):
+        return HistoryComparison("opaque")
+    everything = [rule for segment in applied for rule in segment.rules]
+    sure = [(count, reading) for count, reading in matches if reading.is_sure]
+    if sure:
+        count, reading = max(sure, key=lambda match: match[0])
+        if not _in_common(_without(everything, reading.rules()), chain.part(count)):
+            return HistoryComparison("prefix", count, tuple(reading.rules()), _is_reordered(reading))
+    recorded = tuple(max((reading.rules() for reading in readings if reading.is_sure), key=len))
+    return HistoryComparison("differs" if _in_common(everything, chain) else "apart", 0, recorded)
+
+
+def _readings(lineage: Lineage) -> list[HistoryReading]:
+    """Lists the ways to read a lineage."""
+    readings = [HistoryReading((), is_sure=True)]
+    is_sure = True
+    for entry in lineage:
+        if is_unrecorded(entry):
+            readings, is_sure = [], False
+            continue
+        if not applied_rules(entry):
+            continue
+        segment = Segment.of(entry)
+        alone = segment._replace(is_inserted=False)
+        if entry.get("is_resuming"):
+            readings = [*(one for one in readings if one.segments), HistoryReading((alone,), is_sure=True)]
+            continue
+        readings = [
+            dataclasses.replace(one, segments=(*one.segments, segment if one.segments else alone)) for one in readings
+        ]
+        begun = HistoryReading((alone,), is_sure=is_sure)
+        if not entry.get("continues") and begun not in readings:
+            readings.append(begun)
+    return readings
+
+
+def _matched(reading: HistoryReading, chain: ChainRecord) -> int | None:
+    """Returns with how many of its first rules a list is a reading, or None if it is not.
+
+    Inserted rules may stand anywhere among them in the list, in their order.
+    """
+    in_order = _matched_in_order(reading.segments, chain)
+    if in_order is not None:
+        return in_order
+    left = list(range(len(chain.steps)))
+    for segment in reading.segments:
+        if segment.is_inserted:
+            found = _found_in_order(segment, chain, left)
+            if found is None:
+                return None
+            left = [position for position in left if position not in found]
+    main = [segment for segment in reading.segments if not segment.is_inserted]
+    if len(main) == len(reading.segments):
+        return None
+    count = _matched_in_order(main, ChainRecord(tuple(chain.steps[position] for position in left)))
+    if count is None:
+        return None
+    taken = set(range(len(chain.steps))) - set(left[count:])
+    return len(taken) if taken == set(range(len(taken))) else None
+
+
+def _matched_in_order(segments: Iterable[Segment], chain: ChainRecord) -> int | None:
+    """Returns how many rules at a list's beginning are those of the segments in order, or None."""
+    position = 0
+    for segment in segments:
+        length = _length_of(segment, chain.part(position))
+        if length is None:
+            return None
+        position += length
+    return position
+
+
+def _length_of(segment: Segment, chain: ChainRecord) -> int | None:
+    """Returns how many rules at a list's beginning are those of the segment, or None."""
+    if segment.whole is None:
+        length = len(segment.rules)
+        digests = [step.digest for step in chain.steps[:length]]
+        is_same = None not in digests and digests == [rule.digest for rule in segment.rules]
+        return length if is_same else None
+    lengths = range(1, len(chain.steps) + 1)
+    return next((length for length in lengths if chain.part(0, length).digest == segment.whole), None)
+
+
+def _found_in_order(segment: Segment, chain: ChainRecord, positions: Sequence[int]) -> set[int] | None:
+    """Returns the positions of a list that hold the segment's rules in order, or None."""
+    found: set[int] = set()
+    wanted = iter(segment.rules)
+    rule = next(wanted, None)
+    for position in positions:
+        if rule is not None and rule.digest is not None and chain.steps[position].digest == rule.digest:
+            found.add(position)
+            rule = next(wanted, None)
+    return found if rule is None else None
+
+
+def _is_reordered(reading: HistoryReading) -> bool:
+    return any(segment.is_inserted for segment in reading.segments)
+
+
+def _without(rules: Iterable[RecordedRule], others: Iterable[RecordedRule]) -> list[RecordedRule]:
+    left = list(rules)
+    for other in others:
+        if other in left:
+            left.remove(other)
+    return left
+
+
+def _in_common(recorded: Iterable[RecordedRule], chain: ChainRecord) -> bool:
+    """Tests whether a rule is in both: by its digest, or by a text, since an edited rule is none of another list."""
+    digests = {step.digest for step in chain.steps}
+    texts = set(chain.rules)
+    return any(
+        (rule.digest is not None and rule.digest in digests) or not texts.isdisjoint(rule.texts) for rule in recorded
+    )
