@@ -57,6 +57,8 @@ class Limits:
 
     Attributes:
       index_bytes: the largest index, header or list of leaves that is read whole.
+      metadata_bytes: how much memory the names, texts and errors of one opening may take together; a text that many
+        leaves share counts once.
       json_bytes: the largest other JSON file: a model's configuration, the metadata of a step or of one array.
       block_bytes: the largest decompressed SSTable block.
       entries: the most leaves in one checkpoint, and the most strings in one leaf.
@@ -79,6 +81,7 @@ class Limits:
     """
 
     index_bytes: int = 256 * _MIB
+    metadata_bytes: int = 256 * _MIB
     json_bytes: int = 16 * _MIB
     block_bytes: int = 64 * _MIB
     entries: int = 2_000_000
@@ -153,3 +156,24 @@ class Limits:
         if nbytes > self.chunk_bytes:
             raise LimitExceededError(f"{what} takes {nbytes} bytes, more than Limits.chunk_bytes = {self.chunk_bytes}")
         require_memory(nbytes, what)
+
+
+class MetadataBudget:
+    """What is left of `Limits.metadata_bytes` in one opening."""
+
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._left = limits.metadata_bytes
+
+    def charge(self, nbytes: int, path: str) -> None:
+        """Takes memory that stays as long as the checkpoint.
+
+        Raises:
+          LimitExceededError: nothing is left.
+        """
+        self._left -= nbytes
+        if self._left < 0:
+            raise LimitExceededError(
+                f"names, texts and errors take more than Limits.metadata_bytes = {self._limits.metadata_bytes}",
+                path=path,
+            )

@@ -18,9 +18,11 @@ from orbax_t5x.readers.ranges.strided import has_overlaps, last_element
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import STORED, Archive
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.limits import Limits, MetadataBudget
 
 _MAX_INT = 2**63 - 1
+# About what a leaf takes in memory, and its error.
+_LEAF_BYTES, _ERROR_BYTES = 256, 2048
 
 
 class LeafMaker:
@@ -30,20 +32,27 @@ class LeafMaker:
       flag: whether the checkpoint is open, for values that are in memory.
     """
 
-    def __init__(self, archive: Archive, storages: str, *, swap: bool, limits: Limits, flag: OpenFlag):
+    def __init__(
+        self, archive: Archive, storages: str, *, swap: bool, limits: Limits, flag: OpenFlag, budget: MetadataBudget
+    ):
         """Holds the archive; `storages` is the folder of the storages in it, `swap` is that of `ByteRange`."""
         self._archive = archive
         self._storages = storages
         self._swap = swap
         self._limits = limits
         self._flag = flag
+        self._budget = budget
+        # By the identity of the text, which is held: a pickle names one object any number of times.
+        self._texts: dict[int, tuple[str | bytes, bytes]] = {}
 
     def leaf(self, name: str, node: Node) -> Leaf:
         """Makes the leaf of a node that is not empty; a broken leaf where the node is invalid."""
         path = self._archive.file.path
+        self._budget.charge(_LEAF_BYTES + len(name), path)
         try:
             return self._leaf(name, node)
         except CheckpointError as error:
+            self._budget.charge(_ERROR_BYTES, path)
             return BrokenLeaf(name, error_at(error, path=path, leaf=name))
 
     def _leaf(self, name: str, node: Node) -> Leaf:
@@ -59,11 +68,18 @@ class LeafMaker:
         if isinstance(node, Name):
             node = node.text
         if isinstance(node, (str, bytes)):
-            value = node.encode() if isinstance(node, str) else node
-            return StringLeaf(name, file.path, value, self._flag)
+            return StringLeaf(name, file.path, self._bytes_of(node), self._flag)
         if isinstance(node, (bool, int, float, complex)):
             return NumberLeaf(name, file, _pickled_number(node))
         raise UnsupportedCheckpointError("it is a storage without a tensor, which has no shape")
+
+    def _bytes_of(self, text: str | bytes) -> bytes:
+        """Returns the bytes of a text, made and charged once."""
+        found = self._texts.get(id(text))
+        if found is None:
+            self._budget.charge(2 * len(text), self._archive.file.path)
+            found = self._texts[id(text)] = (text, text.encode() if isinstance(text, str) else text)
+        return found[1]
 
     def _tensor(self, name: str, tensor: TensorNode) -> Leaf:
         if tensor.metadata:

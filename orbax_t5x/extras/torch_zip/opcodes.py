@@ -32,11 +32,15 @@ from orbax_t5x.storage.limits import Limits
 # No name on the list is longer.
 _LONGEST_NAME_BYTES = 256
 _SHOWN_BYTES = 200
+_FILE_BYTES_PER_OBJECT = 16
 _MAX_PROTOCOL = 5
 
 
 class ParsedPickle(NamedTuple):
-    """A pickle's tree, where it ends, and its storages by key; None for one of an unknown type."""
+    """A pickle's tree, where it ends, and its storages by key.
+
+    A storage of an unknown type is None, and one with two descriptions has -1 elements.
+    """
 
     tree: Node
     end: int
@@ -238,7 +242,7 @@ class _Machine(PickleStack):
         self._push_name(module, name)
 
     def _push_name(self, module: str, name: str) -> None:
-        text = f"{module}.{name}"
+        text = f"{module[:_LONGEST_NAME_BYTES]}.{name[:_LONGEST_NAME_BYTES]}"
         # A dot inside would make two spellings of one name.
         if "." in name or not (text in STORAGES or text in DTYPES or text in CALLS):
             self.placeholder(named_object(text[:_SHOWN_BYTES]), f"names {text[:_SHOWN_BYTES]!r}")
@@ -248,7 +252,7 @@ class _Machine(PickleStack):
     def placeholder(self, made: Opaque, what: str) -> None:
         """Pushes the placeholder of what is not made."""
         self._unread = self._unread or what
-        self.make(made)
+        self.make(made, 1 + len(made.what) // _FILE_BYTES_PER_OBJECT)
 
     def new_object(self, pops: int) -> None:
         """Replaces a class and its arguments by a placeholder."""
@@ -278,7 +282,7 @@ class _Machine(PickleStack):
         try:
             if type(arguments) is not Tuple:
                 raise TypeError
-            self.make(CALLS[called.text](*arguments))
+            made = CALLS[called.text](*arguments)
         except (TypeError, ValueError):
             if inside := [one for one in arguments or () if isinstance(one, Opaque)]:
                 self.make(inside[0])
@@ -287,6 +291,9 @@ class _Machine(PickleStack):
                 self.placeholder(named_object(called.text), f"calls {called.text!r}")
                 return
             raise self._corrupt(f"its pickle has {called.text} with arguments that are none of it") from None
+        # A call may copy what its arguments share: texts, and the items of an OrderedDict.
+        is_copy = isinstance(made, (bytes, OrderedNode))
+        self.make(made, 1 + (len(made) >> (6 if isinstance(made, bytes) else 0)) if is_copy else 1)
 
     def build(self) -> None:
         """Ignores the state of a placeholder, and an OrderedDict's attributes, such as `_metadata`."""
@@ -304,7 +311,7 @@ class _Machine(PickleStack):
             ):
                 storage = StorageNode(STORAGES[text], key, count)
                 if self.storages.setdefault(key, storage) != storage:
-                    raise self._corrupt(f"its storage {key[:_SHOWN_BYTES]!r} has two types or counts")
+                    self.storages[key] = storage._replace(elements=-1)
                 # Before 1.6 a storage could be a part of another one.
                 self.make(Opaque("a tensor of a part of a storage") if view and view[0] is not None else storage)
             case ["storage", Opaque() as kind, str(key), str(), int(), *_]:

@@ -22,7 +22,7 @@ from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.zip_members import Archive
 from orbax_t5x.storage.interface import Files, StoredFile
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.limits import Limits, MetadataBudget
 from orbax_t5x.storage.places import files_at, open_directory_of
 
 INDEX_SUFFIX = ".bin.index.json"
@@ -65,6 +65,7 @@ class _TorchFiles(ModelFiles):
     def __init__(self, root: Files, limits: Limits):
         super().__init__(root, limits)
         self._flag = OpenFlag()
+        self._budget = MetadataBudget(limits)
         self._closers.append(self._flag.close)
 
     def add_file(self, name: str) -> None:
@@ -80,7 +81,7 @@ class _TorchFiles(ModelFiles):
             storages, swap = top + _STORAGES, _is_swapped(archive, top)
             pickle = archive.read(top + _PICKLE, self._limits.index_bytes, "Limits.index_bytes")
             tree = parse_pickle(pickle, file.path, file.size, self._limits)
-        maker = LeafMaker(archive, storages, swap=swap, limits=self._limits, flag=self._flag)
+        maker = LeafMaker(archive, storages, swap=swap, limits=self._limits, flag=self._flag, budget=self._budget)
         self._bytes += archive.index_bytes
         self._metadata["files"].append(name)
         nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file, self._limits)

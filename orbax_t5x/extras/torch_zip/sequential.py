@@ -93,6 +93,8 @@ class SequentialFile(Archive):
                     f"its storage {key[:100]!r} is of a type that is not known, so that what follows cannot be found",
                     path=self.file.path,
                 )
+            if storage.elements < 0:
+                raise self.corrupt(f"its storage {key[:100]!r} has two types or counts")
             size = storage.elements * itemsize_of(storage.dtype)
             self.members[key] = Member(at, size, size, None, STORED, b"", 0)
             at += _COUNT.size + size

@@ -87,9 +87,9 @@ class PickleStack:
         """Pushes a value that takes no memory of its own."""
         self._stack.append(value)
 
-    def make(self, value: Any) -> None:
-        """Pushes a new object."""
-        self._objects -= 1
+    def make(self, value: Any, size: int = 1) -> None:
+        """Pushes a new object, which counts as so many."""
+        self._objects -= size
         if self._objects < 0:
             raise self._too_many("objects", self._most_objects)
         self._stack.append(value)

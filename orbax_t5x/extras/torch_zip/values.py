@@ -192,12 +192,14 @@ def _complex(real: Any, imaginary: Any) -> complex:
     return complex(float(real), float(imaginary))
 
 
-def _counter(counts: Any = None) -> OrderedNode:
-    return OrderedNode(counts or {})
+def _counter(counts: Any = None) -> Any:
+    if counts is not None and not isinstance(counts, dict):
+        raise TypeError
+    return OrderedNode() if counts is None else counts
 
 
-def _defaultdict(factory: Any = None, items: Any = None) -> OrderedNode:
-    return OrderedNode(items or {})
+def _defaultdict(factory: Any = None, items: Any = None) -> Any:
+    return _counter(items)
 
 
 def _layout(name: Any) -> Any:

@@ -1,11 +1,14 @@
 """Tensors whose description does not fit their storage are errors of their leaf; the others are read."""
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.testing.leaf_reads import leaf_of
 from tests.support.torch_files import Op, SavedTensor, archive, call, name, opcodes, pickled, saved_arrays
 
 GOOD = SavedTensor("0", "float32", 6, 0, (2, 3), (3, 1))
@@ -98,3 +101,63 @@ def test_every_type_in_both_orders(tmp_path, order):
 def test_a_byte_order_that_is_none(tmp_path):
     with pytest.raises(CorruptCheckpointError, match="byteorder"):
         ot.open_checkpoint(save(tmp_path / "model.pt", {"a": GOOD}, byteorder=b"middle"))
+
+
+def _directed(one, levels, width=31):
+    """Opcodes of lists of lists of one object: few bytes name it very often."""
+    data, number = one + b"q\x000", 0
+    for _ in range(levels):
+        data += b"](" + b"h" + bytes([number]) + (b"h" + bytes([number])) * (width - 1) + b"e"
+        number += 1
+        data += b"q" + bytes([number]) + b"0"
+    return data[:-1]
+
+
+@pytest.mark.parametrize("kind", ["text", "encoded", "object", "number"])
+def test_what_is_shared_takes_its_memory_once(tmp_path, kind):
+    """29,791 leaves of one object of 200 KB: a copy for each would take 6 GB."""
+    text = opcodes("x" * 200_000)
+    one = {
+        "text": text,
+        "encoded": call(name("_codecs", "encode"), "x" * 200_000, "latin1"),
+        "object": call(name("builtins", "set"), []),
+        "number": b"\x8a\xff" + b"\x7f" * 255,
+    }[kind]
+    beside = opcodes(GOOD)
+    pickle = b"\x80\x02](" + _directed(one, 3) + beside + b"e."
+    (tmp_path / "model.pt").write_bytes(archive(pickle, STORED))
+    tracemalloc.start()
+    with ot.open_checkpoint(tmp_path / "model.pt") as checkpoint:
+        assert len(checkpoint.leaves) == 31**3 + 1
+        leaves = [leaf_of(checkpoint, leaf) for leaf in ("0/0/0/0", "0/30/30/30")]
+        if kind in ("text", "encoded"):
+            assert {len(checkpoint.leaves[leaf.name].get().item()) for leaf in leaves} == {200_000}
+        else:
+            assert all(leaf.error.leaf == leaf.name for leaf in leaves)
+        taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken < 128 << 20
+
+
+def test_one_budget_bounds_names_texts_and_errors(tmp_path):
+    path = save(tmp_path / "model.pt", {"a": "x" * 50_000, "b": GOOD})
+    for bound in (10_000, 50_000):
+        with pytest.raises(LimitExceededError, match="metadata_bytes"):
+            ot.open_checkpoint(path, limits=ot.Limits(metadata_bytes=bound))
+    with ot.open_checkpoint(path, limits=ot.Limits(metadata_bytes=1 << 17)) as checkpoint:
+        assert len(checkpoint.leaves["a"].get().item()) == 50_000
+
+
+def test_calls_that_copy_what_is_shared_are_bounded(tmp_path):
+    """An OrderedDict of 1,000 items, and bytes of a text, made again and again from the same object."""
+    items = opcodes([[str(number), number] for number in range(1000)])
+    for shared, function in (
+        (Op(items), name("collections", "OrderedDict")),
+        (opcodes("x" * 100_000), name("_codecs", "encode")),
+    ):
+        last = opcodes("latin1") if b"encode" in function else b""
+        again = b"h\x01" + b"(h\x00" + last + b"tR0"
+        pickle = b"\x80\x02" + shared + b"q\x000" + function + b"q\x010" + again * 20_000 + opcodes(GOOD) + b"."
+        (tmp_path / "model.pt").write_bytes(archive(pickle, STORED))
+        with pytest.raises(LimitExceededError, match=r"more than \d+ objects"):
+            ot.open_checkpoint(tmp_path / "model.pt")
