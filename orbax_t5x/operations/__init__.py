@@ -1,1 +1,4 @@
-"""Operations on whole checkpoints: conversion, comparison, verification, and the start of a training job."""
+"""Operations on whole checkpoints.
+
+Conversion, comparison, verification, and the start of a training job.
+"""

@@ -53,7 +53,7 @@ _COPIES = 3
 
 
 class _Marker(NamedTuple):
-    """The object beside a destination while a conversion to it is not done.
+    """Object beside a destination during a conversion to it.
 
     Attributes:
       owner: of the work directory of the conversion.
@@ -88,7 +88,10 @@ class BucketDestination(Destination):
         self._marker_key = f"{parent}{slash}.{last}{WORK_SUFFIX}"
 
     def options(self, writing: WriteOptions) -> WriteOptions:
-        """Bounds the size of safetensors files: TensorStore sends an object as a whole, from memory."""
+        """Bounds the size of safetensors files.
+
+        TensorStore sends an object as a whole, from memory.
+        """
         self._limit = MEMORY_LIMIT_BYTES if writing.memory_limit_bytes is None else writing.memory_limit_bytes
         return writing.with_files_of(max(1, self._limit // _COPIES))
 
@@ -172,7 +175,10 @@ class BucketDestination(Destination):
         return self._do("reading it back", self._bucket.read(self._object(name))).value == path.read_bytes()
 
     def _send(self, names: Iterable[str], files: dict[str, Path]) -> None:
-        """Writes objects, many at a time within the memory limit; returns when all are stored."""
+        """Writes objects, many at a time within the memory limit.
+
+        It returns when all are stored.
+        """
         pending: deque[tuple[int, Any]] = deque()
         in_flight = 0
         try:
@@ -223,7 +229,10 @@ class BucketDestination(Destination):
         return marker, read.stamp.generation
 
     def _write_marker(self, marker: _Marker, generation: bytes | None = None) -> bool:
-        """Writes the marker; with a generation only where that is still the newest, else False is returned."""
+        """Writes the marker, if its generation is still the newest.
+
+        Without a generation it always writes. False: it was not written.
+        """
         data = json.dumps(marker._asdict(), indent=1).encode()
         stamp = self._do(
             "writing the mark of a conversion", self._bucket.write(self._marker_key, data, if_equal=generation)

@@ -1,4 +1,7 @@
-"""The files that a model needs beside its weights: its configuration and its tokenizer, copied from another one."""
+"""A model's files beside its weights, copied from another model.
+
+They are its configuration and its tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ _MOST_BYTES = 64 << 20
 
 
 def read_companions(path: str) -> Mapping[str, bytes]:
-    """Reads those of `COMPANIONS` that are in a directory: local, in a bucket, of a web server or on the hub.
+    """Reads the files of `COMPANIONS` in a directory.
+
+    It is local, in a bucket, of a web server or on the hub.
 
     Raises:
       CheckpointNotFoundError: there is none.

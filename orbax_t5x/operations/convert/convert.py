@@ -1,4 +1,6 @@
-"""`convert`: a checkpoint of any format becomes an Orbax item or safetensors files, leaf by leaf and chunk by chunk.
+"""`convert`: a checkpoint as an Orbax item or safetensors files.
+
+It is written leaf by leaf and chunk by chunk.
 
 The source is planned like a restore of everything, so transforms compose views, and nothing is read before everything
 is known to be storable. Then blocks of views are written into a directory beside the destination, under a hidden name,
@@ -66,7 +68,7 @@ def convert(
     item: str | None = RestoreOptions.item,
     limits: Limits | None = RestoreOptions.limits,
 ) -> ConvertReport:
-    """Writes what a checkpoint holds as a plain Orbax item, or as safetensors files.
+    """Writes a checkpoint as an Orbax item or safetensors files.
 
     `ocp.PyTreeCheckpointer().restore(destination)` reads the one; `from_pretrained(destination)` of Transformers the
     other, where names are Hugging Face's (see `orbax_t5x.rules.t5x_to_hf_t5`) and there is a config.json.
@@ -136,7 +138,10 @@ def convert_for(
     options: RestoreOptions,
     writing: WriteOptions,
 ) -> ConvertReport:
-    """Converts with a target, whose names, shapes and dtypes are written; None: everything, as it is."""
+    """Converts, with a target if there is one.
+
+    Its names, shapes and dtypes are written; None: everything, as it is.
+    """
     name = _text_of(destination)
     return call_with_cleanup(lambda cleanup: _convert(target, source, name, transforms, options, writing, cleanup))
 
@@ -150,7 +155,10 @@ def _convert(
     writing: WriteOptions,
     cleanup: Cleanup,
 ) -> ConvertReport:
-    """Converts; the cleanup, after the other processes have received a failure, ends what may still write."""
+    """Converts.
+
+    The cleanup, after the other processes have received a failure, ends what may still write.
+    """
     started = time.monotonic()
     agreement = Agreement(PRIMARY, destination, "conversion", sends_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
@@ -205,7 +213,7 @@ def _destination(name: str) -> Destination:
 
 @contextlib.contextmanager
 def _typed(path: str) -> Generator[None, None, None]:
-    """Turns an error of the operating system about the destination into a `CheckpointIOError`."""
+    """Types an OS error about the destination."""
     try:
         yield
     except OSError as error:
@@ -243,7 +251,10 @@ def _plan(
     caller: Caller,
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
-    """Plans a restore of everything in the source; the stack closes what was opened here."""
+    """Plans a restore of everything in the source.
+
+    The stack closes what was opened here.
+    """
     announce_exit()
     sources = open_sources(source, options, stack)
     if on_unsupported == "skip":
@@ -253,7 +264,10 @@ def _plan(
 
 
 def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint with its leaves of unsupported types replaced by ones that a plan takes."""
+    """Replaces leaves of unsupported types by placeholders.
+
+    A plan takes these.
+    """
     leaves: dict[str, Leaf] = {}
     for name, view in checkpoint.leaves.items():
         (leaf,) = view.leaves()

@@ -49,7 +49,10 @@ class Destination(Protocol):
         ...
 
     def check(self, writing: WriteOptions) -> None:
-        """Raises CheckpointIOError where something is in the way that was not to be replaced."""
+        """Raises CheckpointIOError if the destination is taken.
+
+        It was not to be replaced.
+        """
         ...
 
     def check_apart(self, source: Checkpoint) -> None:
@@ -61,7 +64,10 @@ class Destination(Protocol):
         ...
 
     def publish(self, work: WorkDirectory, written: Path, writing: WriteOptions) -> None:
-        """Makes a whole directory the destination's; what it may replace was checked."""
+        """Makes a whole directory the destination's.
+
+        Its right to replace was checked.
+        """
         ...
 
 
@@ -99,7 +105,9 @@ class LocalDestination(Destination):
 
 
 def staging_directory(url: str) -> Path:
-    """Returns the local path in whose place a checkpoint for a URL is made: below `TMPDIR`, or in `/var/tmp`.
+    """Returns the local path for making a URL's checkpoint.
+
+    It is below `TMPDIR`, or in `/var/tmp`.
 
     That is kept when the machine is started again, other than `/tmp`.
     """
@@ -120,7 +128,10 @@ def check_replaceable(name: str, reason: str | None) -> None:
 
 
 def check_apart_by_name(name: str, source: Checkpoint) -> None:
-    """Refuses a remote destination that is inside the source, or that the source is inside of, by their URLs."""
+    """Refuses a remote destination inside or around the source.
+
+    By their URLs.
+    """
     if source.path.startswith(f"{name}/"):
         raise _exists(name, f"holds the source {source.path!r}, so it is not replaced; choose another destination")
     for owner in (source.path, source.given_path if source.format in _WITH_STEPS else source.path):
@@ -148,7 +159,10 @@ def _check_apart(target: Path, source: Checkpoint) -> None:
 
 
 def _step_directory(source: Checkpoint, path: Path) -> Path | None:
-    """Returns the directory of the step that the source is, or is an item of, or None if it is neither."""
+    """Returns the directory of the source's step, or None.
+
+    The source is the step or an item of it.
+    """
     if source.format not in _WITH_STEPS or source.step is None:
         return None
     if is_file(str(path.parent), STEP_METADATA_FILE):
@@ -159,7 +173,9 @@ def _step_directory(source: Checkpoint, path: Path) -> Path | None:
 
 @contextlib.contextmanager
 def made_parents(parent: Path) -> Generator[None, None, None]:
-    """Makes a directory and its missing parents; removes those that stay empty, at the end.
+    """Makes a directory and its missing parents.
+
+    It removes those that stay empty, at the end.
 
     Raises:
       CheckpointIOError: a directory cannot be made.

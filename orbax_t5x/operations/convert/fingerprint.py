@@ -1,4 +1,6 @@
-"""Identifies a conversion: only one that would write the same blocks may resume a killed one.
+"""Identifies a conversion for resuming.
+
+A killed conversion is resumed only if the same blocks would be written.
 
 A view is identified by its nodes, so that the same transforms under another name, or a lambda, are the same; a stored
 leaf by its name, with a stamp of the checkpoint's files; a constant by its contents. A view that a function computes,
@@ -28,12 +30,18 @@ _COMMON_FIELDS = frozenset({"shape", "dtype", "inputs", "leaf"})
 
 
 def arrays_digest(arrays: Sequence[PlannedArray]) -> str:
-    """Computes a digest of the names, shapes, dtypes and chunks: equal in all processes of a conversion."""
+    """Computes a digest of the names, shapes, dtypes and chunks.
+
+    It is equal in all processes of a conversion.
+    """
     return _hashed([[one.name, one.key, one.view.shape, one.view.dtype.name, one.chunk] for one in arrays])
 
 
 def conversion_digest(format: str, arrays: Sequence[PlannedArray], checkpoints: Mapping[str, Checkpoint]) -> str | None:
-    """Computes the digest of a conversion; returns None if it cannot be identified."""
+    """Computes a conversion's digest, or returns None.
+
+    None: it cannot be identified.
+    """
     stamps = {name: _stamp(checkpoint) for name, checkpoint in checkpoints.items()}
     names = {
         leaf: (source, name)
@@ -73,7 +81,7 @@ class _NodeDigests:
         return _hashed([type(node).__name__, node.shape, node.dtype.name, fields, inputs, leaf])
 
     def _leaf(self, leaf: Leaf) -> Any:
-        """Returns what identifies a leaf, or None if nothing does."""
+        """Returns a leaf's identity, or None."""
         if leaf in self._names:
             return self._names[leaf]
         if isinstance(leaf, ValueLeaf) and not leaf.dtype.hasobject:
@@ -82,7 +90,10 @@ class _NodeDigests:
 
 
 def _stamp(checkpoint: Checkpoint) -> Any:
-    """Returns a value that changes with the files of a checkpoint, or None for one without local files."""
+    """Returns a stamp of a checkpoint's files, or None.
+
+    It changes with them; None without local files.
+    """
     if url_scheme(checkpoint.path) is not None:
         return None
     files = sorted(_files(checkpoint.path))
@@ -90,7 +101,10 @@ def _stamp(checkpoint: Checkpoint) -> Any:
 
 
 def _files(path: str) -> Iterator[tuple[str, int, int, int]]:
-    """Yields (path, size, modification time, inode) of the files in a checkpoint's directory, or with its prefix."""
+    """Yields the identities of a checkpoint's files.
+
+    They are (path, size, modification time, inode), of the directory or of the prefix.
+    """
     root = Path(path)
     if root.is_dir():
         found = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]

@@ -1,4 +1,4 @@
-"""One conversion, by one process or by all processes of a job together.
+"""A conversion by a process or by all processes of a job.
 
 Every process makes the same plan and writes its work share of the blocks; the primary process owns the work directory,
 checks what a killed conversion left there, and finishes. There are three barriers: when the primary has prepared the
@@ -49,7 +49,7 @@ PRIMARY = 0
 
 
 class _StartMessage(NamedTuple):
-    """Message of the primary process to the others, before they write.
+    """Message of the primary process to the others before writing.
 
     It has the name of the work directory, the digest of the conversion (or a unique text), the number of the primary's
     journal, which those of the others follow, and the numbers of the durable blocks.
@@ -65,7 +65,10 @@ class ConversionJob:
     """Writer of a plan's views into a directory."""
 
     def __init__(self, plan: RestorePlan, destination: Destination, writing: WriteOptions, agreement: Agreement):
-        """Checks that the plan can be stored, and that all processes are about to write the same."""
+        """Checks that the plan can be stored.
+
+        All processes must be about to write the same.
+        """
         self._plan = plan
         self._destination = destination
         self._target = destination.target
@@ -87,7 +90,10 @@ class ConversionJob:
             raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=destination.name)
 
     def run(self, cleanup: Cleanup, progress: OnProgress | None) -> WriteSummary:
-        """Writes the checkpoint; `cleanup` ends after the other processes have received a failure."""
+        """Writes the checkpoint.
+
+        `cleanup` ends after the other processes have received a failure.
+        """
         work = self._take_work_directory(cleanup) if self._is_primary else None
         start = _StartMessage(*self._agreement.of_primary(None if work is None else self._begin(work)))
         to_do = [block for block in self._blocks if block.number not in set(start.kept)]
@@ -143,7 +149,7 @@ class ConversionJob:
         return _StartMessage(work.path.name, conversion or uuid.uuid4().hex, max([0, *left]) + 1, kept)
 
     def _keep(self, work: Path, number: int, entries: Sequence[JournalEntry]) -> None:
-        """Keeps the durable blocks of one journal."""
+        """Keeps the durable blocks of a journal."""
         mine = {self._blocks[entry.block]: entry for entry in entries if entry.block not in self._entries}
         good = self._format.check(work, number, {block: entry.crc for block, entry in mine.items()})
         self._entries |= {block.number: mine[block] for block in good}
@@ -151,7 +157,10 @@ class ConversionJob:
             self._numbers.add(number)
 
     def _check_space(self, work: Path, nbytes: int) -> None:
-        """Refuses to begin if the disk will be full before the end; a file may claim any size for one element."""
+        """Refuses to begin if the disk will be full before the end.
+
+        A file may claim any size for a single element.
+        """
         disk = os.statvfs(work)
         free = disk.f_bavail * disk.f_frsize
         most = self._format.most_compression
@@ -211,7 +220,10 @@ class ConversionJob:
         return leaves, nbytes, dict(skipped), kept
 
     async def _verify(self) -> None:
-        """Compares the source's checksums with everything read from it, by all processes and before a kill."""
+        """Compares the source's checksums with everything read.
+
+        By all processes, and before a kill.
+        """
         ranges: dict[int, list[ChecksummedRange]] = {}
         for entry in self._entries.values():
             for leaf, covered in entry.read:

@@ -1,4 +1,6 @@
-"""The journal of one process of a conversion: the durable blocks in the work directory, with their checksums.
+"""Journal of a process's durable blocks, with their checksums.
+
+It is in the work directory of the conversion.
 
 A line is added when a block and the directories above it are on disk, so that a journal is true after a kill at any
 moment. Each line begins with the crc32c of the rest: a torn line ends the journal. The first line identifies the
@@ -31,14 +33,19 @@ _MOST_LINE_BYTES = 16 << 20
 
 
 class SourceRange(NamedTuple):
-    """Range read of a stored leaf for a block: the leaf's number in the plan, and the checksum of some bytes."""
+    """Checksum of a stored leaf's bytes that were read for a block.
+
+    The leaf is given by its number in the plan.
+    """
 
     leaf: int
     range: ChecksummedRange
 
 
 class JournalEntry(NamedTuple):
-    """One durable block: its number, the checksum of its elements, and those of the ranges read for it.
+    """A durable block: its number and its checksums.
+
+    They are of its elements and of the ranges read for it.
 
     The latter, with those of the other blocks, verify the source.
     """
@@ -49,10 +56,13 @@ class JournalEntry(NamedTuple):
 
 
 class Journal:
-    """Writer of a journal, for one event loop."""
+    """Writer of a journal, for a single event loop."""
 
     def __init__(self, work: Path, number: int, conversion: str):
-        """Creates the journal `number` of a work directory; `conversion` is the digest of the conversion."""
+        """Creates the journal `number` of a work directory.
+
+        `conversion` is the digest of the conversion.
+        """
         self._file = Descriptor(journal_path(work, number), _CREATE_FLAGS)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,7 +71,9 @@ class Journal:
         self._append([{"version": _VERSION, "conversion": conversion}])
 
     async def add(self, entry: JournalEntry, array: Any, sync: Callable[[Sequence[Any]], None]) -> None:
-        """Adds an entry, and returns when it is durable; entries added meanwhile are flushed together.
+        """Adds an entry, and returns when it is durable.
+
+        Entries added meanwhile are flushed together.
 
         `sync` makes the data of some arrays durable.
         """
@@ -87,7 +99,7 @@ class Journal:
 
 
 def journal_path(work: Path, number: int) -> Path:
-    """Returns the path of the journal of a number in a work directory."""
+    """Returns a journal's path in its work directory."""
     return work / f"{_PREFIX}{number}"
 
 
@@ -110,7 +122,9 @@ def is_being_written(path: Path) -> bool:
 
 
 def read_journal(path: Path, conversion: str, blocks: int) -> list[JournalEntry] | None:
-    """Reads a journal up to the first line that is torn or foreign; None for that of another conversion.
+    """Reads a journal, or returns None.
+
+    It stops at the first torn or foreign line; None for another conversion's journal.
 
     No more than `blocks` lines are read.
     """
@@ -129,7 +143,10 @@ def read_journal(path: Path, conversion: str, blocks: int) -> list[JournalEntry]
 
 
 def _as_entry(parsed: Any) -> JournalEntry | None:
-    """Converts a parsed line; returns None for one that `_as_json` never makes."""
+    """Converts a parsed line to an entry, or returns None.
+
+    None: `_as_json` never makes such a line.
+    """
     if not (isinstance(parsed, list) and len(parsed) == 3 and isinstance(parsed[2], list)):
         return None
     block, crc, read = parsed
@@ -153,7 +170,10 @@ def _line(value: Any) -> bytes:
 
 
 def _parsed(line: bytes) -> Any:
-    """Parses a line with its end; returns None for a torn one, or one that is no JSON."""
+    """Parses a line with its end, or returns None.
+
+    None: it is torn, or no JSON.
+    """
     crc, text = line[:_CRC_DIGITS], line[_CRC_DIGITS:].removesuffix(b"\n")
     if not line.endswith(b"\n") or crc != b"%08x" % CRC32C.extend(0, text):
         return None

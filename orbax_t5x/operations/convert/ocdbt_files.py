@@ -1,4 +1,6 @@
-"""Removes what a killed writer left in an OCDBT database: keys that may be incomplete, and unreferenced files.
+"""Removes a killed writer's remains from an OCDBT database.
+
+They are keys that may be incomplete, and unreferenced files.
 
 A database is consistent at any moment, because a commit replaces its manifest atomically. Data in flight at a kill
 stays in files that no manifest refers to.
@@ -20,7 +22,9 @@ _LOCATION = re.compile(r"\w+:([^:]*):([^:]+):\d+:\d+")
 
 
 def remove_lock_files(directory: Path) -> None:
-    """Removes the locks of writers that were killed, from a database that is not open.
+    """Removes the locks of killed writers.
+
+    The database is not open.
 
     TensorStore writes a manifest into its lock file, which it then renames. It reuses a lock file that exists, and the
     old bytes beyond the end of the new manifest then corrupt it.
@@ -30,7 +34,10 @@ def remove_lock_files(directory: Path) -> None:
 
 
 async def remove_other_keys(spec: dict[str, Any], context: ts.Context, keys: Collection[str]) -> None:
-    """Deletes every key except `keys`, so that keys of a database merged with this one are not shadowed."""
+    """Deletes every key except `keys`.
+
+    Keys of a database merged with this database are not shadowed then.
+    """
     store = await ts.KvStore.open({**spec, "path": ""}, context=context)
     for key in await store.list():
         if key.decode("utf-8", "surrogateescape") not in keys:
@@ -38,7 +45,9 @@ async def remove_other_keys(spec: dict[str, Any], context: ts.Context, keys: Col
 
 
 def remove_unreferenced(directory: Path) -> None:
-    """Removes the files of a database that its newest version does not refer to; it must not be open.
+    """Removes a database's unreferenced files.
+
+    Its newest version does not refer to them; it must not be open.
 
     Nothing is removed if TensorStore reports locations in another form than today's.
     """
@@ -52,7 +61,10 @@ def remove_unreferenced(directory: Path) -> None:
 
 
 def _locations(directory: Path) -> Iterator[str]:
-    """Yields the locations of the nodes and values of the newest version of a database, as TensorStore reports them."""
+    """Yields the locations of a database's nodes and values.
+
+    Of its newest version, as TensorStore reports them.
+    """
     base = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
     pending = [ts.ocdbt.dump(base).result()["versions"][-1]["root"].get("location")]
     while pending:

@@ -58,7 +58,7 @@ _MOST_LEVELS = Limits.name_levels
 
 
 def _only(process: int) -> ocp.options.MultiprocessingOptions:
-    """Returns Orbax's options of an operation that one process makes without the others."""
+    """Returns Orbax's options of an operation by a single process."""
     return ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"orbax_t5x_convert_{process}"
     )
@@ -142,13 +142,16 @@ class OrbaxFormat(OutputFormat):
             return WriteSummary(len(kept), sum(view.nbytes for view in kept), skipped)
 
     def note_finished(self) -> None:
-        """Counts the save of `finish` as Orbax does, in whose barriers all processes must have counted alike."""
+        """Counts the save of `finish` as Orbax does.
+
+        In its barriers all processes must have counted alike.
+        """
         with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_only(jax.process_index())) as checkpointer:
             checkpointer.synchronize_next_awaitable_signal_operation_id()
 
 
 class _Database:
-    """The database of one journal; see `BlockStore`."""
+    """Database of a journal; see `BlockStore`."""
 
     def __init__(self, directory: Path, number: int, context: ts.Context):
         self.context = context
@@ -169,7 +172,10 @@ class _Database:
         """Does nothing: a write returns when the database has it on disk."""
 
     async def crc(self, block: PlannedBlock) -> int | None:
-        """Computes the checksum of a written block; returns None if it cannot be read."""
+        """Computes a written block's checksum, or returns None.
+
+        None: it cannot be read.
+        """
         try:
             opened = await ts.open(ts.Spec(self.spec(block.array)), open=True, context=self.context)
             return await run_in_pool(reader_pool(), array_crc, await opened[box_slices(block.box)].read())
@@ -179,7 +185,10 @@ class _Database:
 
 @dataclasses.dataclass(eq=False)
 class _ItemSave(ocp.args.CheckpointArgs):
-    """Arguments of the save of an item: its prepared tree, and the databases and blocks with its arrays."""
+    """Arguments of an item's save.
+
+    Its prepared tree, and the databases and blocks with its arrays.
+    """
 
     prepared: PreparedSave
     databases: Sequence[Path]
@@ -187,7 +196,10 @@ class _ItemSave(ocp.args.CheckpointArgs):
 
 
 class _ItemHandler(ocp.CheckpointHandler):
-    """Orbax's handler for pytrees, which finds the streamed arrays written already."""
+    """Orbax's handler for pytrees.
+
+    It finds the streamed arrays written already.
+    """
 
     typestr: Any = RecordedType()
 
@@ -197,7 +209,7 @@ class _ItemHandler(ocp.CheckpointHandler):
         self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=_ONE_PROCESS)
 
     def save(self, directory: epath.Path, args: _ItemSave) -> None:
-        """Writes what is not in the databases, and moves these into the item."""
+        """Writes what the databases lack, and moves them into the item."""
         prepared = args.prepared
         item = ocp.args.PyTreeSave(
             item=prepared.tree, save_args=prepared.save_args, custom_metadata=prepared.custom_metadata
@@ -230,12 +242,15 @@ ocp.args.register_with_handler(_ItemHandler, for_save=True, for_restore=True)(_I
 
 
 def _database_name(number: int) -> str:
-    """Returns the name of a database's directory, as Orbax names those of processes; Orbax's own has the number 0."""
+    """Names a database's directory as Orbax does.
+
+    Orbax's own has the number 0.
+    """
     return f"{PROCESS_PREFIX}{number}"
 
 
 def _keys(blocks: set[PlannedBlock]) -> set[str]:
-    """Returns the keys of blocks, and of their arrays' metadata, in a database."""
+    """Lists the keys of blocks and of their arrays' metadata."""
     keys: set[str] = set()
     for block in blocks:
         # A tree that is one array has no key.
@@ -247,7 +262,10 @@ def _keys(blocks: set[PlannedBlock]) -> set[str]:
 
 
 def _arrays(prepared: PreparedSave, most: int) -> Iterator[PlannedArray]:
-    """Yields the streamed arrays of a tree, in chunks of `most` bytes if the source allows."""
+    """Yields a tree's streamed arrays.
+
+    In chunks of `most` bytes if the source allows.
+    """
     for path, leaf in jax.tree_util.tree_flatten_with_path(prepared.tree)[0]:
         if isinstance(leaf, StreamedLeaf):
             key = ".".join(leaf_name((key,)) for key in path)
@@ -255,7 +273,7 @@ def _arrays(prepared: PreparedSave, most: int) -> Iterator[PlannedArray]:
 
 
 def _tree(plan: RestorePlan) -> Any:
-    """Returns the planned views as nested dicts, or the one view without a name.
+    """Nests the planned views, or returns the unnamed view.
 
     A TF bundle may have `a` and `a/b`: the longer name then stays joined.
     """

@@ -1,4 +1,6 @@
-"""The interface between a conversion and an output format: options, the arrays to write, and the steps of writing.
+"""Interface between a conversion and an output format.
+
+Options, the arrays to write, and the steps of writing.
 
 The work directory of a conversion holds journals, and beside them the format's own files. Blocks go into files that
 belong to one journal, by its number, so that two processes, or one after a killed one, never write the same bytes.
@@ -26,7 +28,7 @@ BLOCKS_DIRECTORY = "blocks"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WriteOptions:
-    """Options of writing: those of `orbax_t5x.convert`, and what safetensors files have besides.
+    """Options of `orbax_t5x.convert` and of safetensors files.
 
     Attributes:
       beside: contents of the files to put beside safetensors files, by name.
@@ -48,7 +50,10 @@ class WriteOptions:
 
 
 class WriteSummary(NamedTuple):
-    """Summary of the written directory: leaves, bytes, what was skipped, and what a killed conversion had written."""
+    """Summary of the written directory.
+
+    Leaves, bytes, what was skipped, and what a killed conversion had written.
+    """
 
     leaves: int
     bytes: int
@@ -57,7 +62,7 @@ class WriteSummary(NamedTuple):
 
 
 class BlockStore(Protocol):
-    """The files that one process writes its blocks to."""
+    """The files to which a process writes its blocks."""
 
     def output(self, array: PlannedArray) -> BlockOutput:
         """Opens an array for writing blocks."""
@@ -69,7 +74,9 @@ class BlockStore(Protocol):
 
 
 class OutputFormat(Protocol):
-    """A plan's views as one format stores them; making one checks everything and writes nothing.
+    """A plan's views as a format stores them.
+
+    Making it checks everything and writes nothing.
 
     Attributes:
       arrays: to write.
@@ -80,25 +87,37 @@ class OutputFormat(Protocol):
     most_compression: int
 
     def prepare(self, work: Path) -> None:
-        """Makes a work directory ready for blocks, whatever a killed conversion to this format left in it."""
+        """Prepares a work directory for blocks.
+
+        A killed conversion to this format may have left anything in it.
+        """
         ...
 
     def store(self, work: Path, number: int) -> BlockStore:
-        """Returns the store of the process that writes the journal of this number."""
+        """Returns the store of this journal's process."""
         ...
 
     def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
-        """Reads the blocks that a journal lists, and removes all others of that number; returns the sound ones."""
+        """Reads a journal's blocks; returns the sound blocks.
+
+        All other blocks of its number are removed.
+        """
         ...
 
     def finish(
         self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
     ) -> WriteSummary:
-        """Makes the complete checkpoint of blocks that are all written (`numbers` of journals), durably."""
+        """Makes the complete checkpoint of written blocks, durably.
+
+        `numbers` are those of journals.
+        """
         ...
 
     def note_finished(self) -> None:
-        """Notes on every other process that one has called `finish`; does nothing where no library counts this."""
+        """Counts a call of `finish` by another process.
+
+        It does nothing if no library counts.
+        """
 
 
 def nothing_to_write(plan: RestorePlan) -> UnsupportedCheckpointError:

@@ -1,4 +1,6 @@
-"""Cuts the arrays of a conversion into blocks, and divides the blocks among processes: pure geometry.
+"""Cuts arrays into blocks and divides them among processes.
+
+Pure geometry.
 
 A block is read, written and noted in a journal at once: one chunk of one array. All processes of a conversion, and a
 later one that resumes it, cut alike, so that the number of a block means the same to each.
@@ -24,7 +26,7 @@ _GROUPS_PER_PROCESS = 4
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedArray:
-    """One array to write, under `key`, in blocks of the shape `chunk`.
+    """Array to write under `key` in blocks of shape `chunk`.
 
     Arrays of one `group` are stored in one file, and best written by one process.
     """
@@ -37,7 +39,7 @@ class PlannedArray:
 
 
 class PlannedBlock(NamedTuple):
-    """One chunk of one array: its number among those of all arrays, and its box."""
+    """A chunk of an array: its box and its block number."""
 
     number: int
     array: PlannedArray
@@ -68,7 +70,10 @@ def divide_blocks(blocks: Sequence[PlannedBlock], count: int) -> list[list[Plann
 
 
 def _undivided(blocks: Sequence[PlannedBlock], most: int) -> Iterable[list[PlannedBlock]]:
-    """Yields the blocks that go to one process together; `most`: bytes of a process's work share."""
+    """Yields groups of blocks for a single process each.
+
+    `most`: bytes of a process's work share.
+    """
     for group, members in itertools.groupby(blocks, key=lambda block: block.array.group):
         together = list(members)
         if group and _nbytes(together) * _GROUPS_PER_PROCESS <= most:

@@ -1,4 +1,4 @@
-"""The pipeline of blocks: read from the source, written, made durable, noted in the journal.
+"""Pipeline of blocks: read, written, made durable, noted.
 
 One byte budget bounds the blocks in flight, and a block keeps its bytes until the journal has it: a kill never undoes
 more than was in memory.
@@ -35,7 +35,7 @@ _MOST_LARGE_BLOCKS = max(2, os.cpu_count() or 1)
 
 
 class BlockPipeline:
-    """Writer of the blocks of one process."""
+    """Writer of the blocks of a process."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class BlockPipeline:
         limit: int,
         progress: OnProgress | None,
     ):
-        """Initializes a pipeline; `leaves`: the numbers of the stored leaves; `limit`: bytes of host memory."""
+        """Initializes a pipeline.
+
+        `leaves`: the numbers of the stored leaves; `limit`: bytes of host memory.
+        """
         self._store = store
         self._journal = journal
         self._stop_file = work / STOP_FILE
@@ -56,7 +59,9 @@ class BlockPipeline:
         self._stats = ReadStats("touched", limit)
 
     async def run(self, blocks: Sequence[PlannedBlock]) -> None:
-        """Writes blocks, at least one; returns when all are durable, or when another process has failed.
+        """Writes blocks.
+
+        It takes at least a block, and returns when all are durable, or when another process has failed.
 
         When it raises, nothing is being written any more.
         """
@@ -93,7 +98,7 @@ class BlockPipeline:
 
     @contextlib.contextmanager
     def _naming_failures(self, block: PlannedBlock) -> Generator[None, None, None]:
-        """Raises a failure to write as the error that names the work directory and the leaf."""
+        """Raises a failure to write with work directory and leaf."""
         try:
             yield
         except Exception as error:
@@ -111,14 +116,20 @@ class BlockPipeline:
 
 
 def _bytes_in_flight(blocks: Sequence[PlannedBlock]) -> int:
-    """Returns how many bytes of blocks may be in flight: no more than the largest array has, or some small ones."""
+    """Returns the bytes of blocks that may be in flight.
+
+    No more than the largest array has, or some small arrays.
+    """
     largest_array = max(block.array.view.nbytes for block in blocks)
     largest_block = max(block.nbytes for block in blocks)
     return max(min(largest_array, _MOST_LARGE_BLOCKS * largest_block), _LEAST_IN_FLIGHT)
 
 
 async def _copied(block: PlannedBlock, output: BlockOutput, stats: ReadStats) -> int | None:
-    """Copies a block from file to file, and returns its checksum; None where the bytes are to be changed on the way."""
+    """Copies a block between files; returns its checksum or None.
+
+    None: the bytes are to be changed on the way.
+    """
     leaf = block.array.view.leaf
     if not (isinstance(output, TensorInFile) and isinstance(leaf, ByteRangeLeaf)) or leaf.is_remote:
         return None

@@ -1,4 +1,7 @@
-"""Decides which directories `overwrite=True` may replace: checkpoints, without any files that users added."""
+"""Decides which directories `overwrite=True` may replace.
+
+They are checkpoints, without any files that users added.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _ORBAX_NAMES = re.compile(
 
 
 def reason_not_replaceable(store: Callable[[], Files], names: set[str] | None, writing: WriteOptions) -> str | None:
-    """Returns the reason why a conversion must not replace a directory, or None if it may.
+    """Returns why a directory must not be replaced, or None.
 
     Args:
       store: opens the directory.
@@ -49,7 +52,10 @@ def reason_not_replaceable(store: Callable[[], Files], names: set[str] | None, w
 
 
 def _names_of_orbax(root: Files, names: set[str]) -> set[str] | None:
-    """Returns the names of arrays and items in a checkpoint, from its metadata, or None if it has none."""
+    """Lists a checkpoint's names of arrays and items, or None.
+
+    None: it has no metadata.
+    """
     known: set[str] = set()
     if METADATA_FILE in names:
         nodes = read_item_metadata(root, "", Limits()).nodes

@@ -1,4 +1,6 @@
-"""Safetensors files as Transformers saves a model: the layout is planned first, then bytes are written.
+"""Safetensors files as Transformers saves a model.
+
+The layout is planned first, then bytes are written.
 
 A model of up to `MAX_FILE_BYTES` is `model.safetensors`; a larger one is `model-00001-of-0000N.safetensors` and so on,
 with an index that maps each tensor to its file. Tensors are taken in order of their names; within a file those of wide
@@ -36,7 +38,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Tensor(NamedTuple):
-    """Name, shape and dtype of one array in a file."""
+    """Name, shape and dtype of an array in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +51,10 @@ class Tensor(NamedTuple):
 
 
 class PlannedFile(NamedTuple):
-    """One file: `head` is before the first tensor, `starts` are the tensors' first bytes in the whole file."""
+    """A file: its `head` and its tensors' first bytes.
+
+    `head` is before the first tensor, `starts` count from the file's beginning.
+    """
 
     name: str
     head: bytes
@@ -58,7 +63,7 @@ class PlannedFile(NamedTuple):
 
 
 def unsupported_reason(name: str, dtype: np.dtype) -> str | None:
-    """Returns the reason why the format cannot hold an array, or None if it can."""
+    """Returns why the format cannot hold an array, or None."""
     if name == METADATA_KEY:
         return "has the name that the format keeps for its own metadata"
     if any("\ud800" <= char <= "\udfff" for char in name):
@@ -69,7 +74,10 @@ def unsupported_reason(name: str, dtype: np.dtype) -> str | None:
 
 
 def plan_files(tensors: Sequence[Tensor], max_bytes: int = MAX_FILE_BYTES) -> list[PlannedFile]:
-    """Plans as few files as hold a model, with at most `max_bytes` of data each, or a single tensor."""
+    """Plans the fewest files that hold a model.
+
+    Each has at most `max_bytes` of data, or a single tensor.
+    """
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in sorted(tensors):
@@ -118,7 +126,10 @@ def index_of(files: Sequence[PlannedFile], tensors: Sequence[Tensor]) -> bytes:
 
 
 def create(file: PlannedFile, directory: Path) -> Path:
-    """Makes a file with its header and its full size; its tensors are holes."""
+    """Makes a file with its header and its full size.
+
+    Its tensors are holes.
+    """
     path = directory / file.name
     with path.open("xb") as opened:
         opened.write(file.head)
@@ -127,7 +138,7 @@ def create(file: PlannedFile, directory: Path) -> Path:
 
 
 def is_prepared(file: PlannedFile, path: Path) -> bool:
-    """Returns True if a file has its header and its full size, so that tensors can be written into it."""
+    """Tests if a file has its header and its full size."""
     if not path.is_file() or path.is_symlink() or path.stat().st_size != file.size:
         return False
     with path.open("rb") as opened:
@@ -135,7 +146,7 @@ def is_prepared(file: PlannedFile, path: Path) -> bool:
 
 
 class TensorInFile:
-    """One tensor in a file that `create` has made."""
+    """Tensor in a file that `create` has made."""
 
     def __init__(self, path: Path, start: int, tensor: Tensor):
         self._path = path
@@ -143,7 +154,7 @@ class TensorInFile:
         self._tensor = tensor
 
     async def write(self, box: Box, data: np.ndarray) -> None:
-        """Writes one box; see `handlers.stream.BlockOutput`."""
+        """Writes a box; see `handlers.stream.BlockOutput`."""
         await await_to_end(run_in_pool(reader_pool(), self._write, box, data))
 
     def _write(self, box: Box, data: np.ndarray) -> None:
@@ -156,7 +167,9 @@ class TensorInFile:
             os.close(file)
 
     async def copy(self, box: Box, leaf: ByteRangeLeaf, stats: ReadStats) -> int | None:
-        """Writes one box as a leaf of the same shape and dtype stores it, and returns its crc32c.
+        """Copies a box from a leaf, and returns its crc32c.
+
+        The leaf has the same shape and dtype.
 
         None, and nothing is written, where the leaf stores it otherwise.
         """
@@ -170,7 +183,10 @@ class TensorInFile:
             os.close(file)
 
     def read(self, box: Box) -> np.ndarray:
-        """Reads one box back; blocks. An EOFError where the file ends first."""
+        """Reads a box back; blocks.
+
+        An EOFError if the file ends first.
+        """
         out = empty_array(box_shape(box), self._tensor.dtype)
         file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -181,7 +197,7 @@ class TensorInFile:
         return out
 
     def _runs(self, box: Box, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Yields the positions in the file of the bytes of a box, with the run of `data` that belongs there."""
+        """Yields the file positions of a box with runs of `data`."""
         runs, _ = union_runs(self._tensor.shape, self._tensor.dtype.itemsize, [box], 0)
         done = 0
         for run in runs:

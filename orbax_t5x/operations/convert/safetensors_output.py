@@ -1,4 +1,7 @@
-"""A plan's views as safetensors files, written block by block, each to its final position."""
+"""A plan's views as safetensors files, block by block.
+
+Each block is written to its final position.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ class SafetensorsFormat(OutputFormat):
 
 
 class _SharedFiles:
-    """Store of the blocks of all processes, which write to the same files."""
+    """Store of all processes' blocks in the same files."""
 
     def __init__(self, directory: Path, starts: Mapping[str, tuple[str, int]], tensors: Mapping[str, Tensor]):
         self._directory = directory
@@ -129,7 +132,10 @@ class _SharedFiles:
 
 
 def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns the leaves to leave out, with shape and dtype; raises one error for all unless they may be skipped."""
+    """Lists the leaves to leave out, with shape and dtype.
+
+    A single error for all is raised unless they may be skipped.
+    """
     reasons = {
         name: reason for name, view in views.items() if (reason := unsupported_reason(name, np.dtype(view.dtype)))
     }
@@ -145,7 +151,10 @@ def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tu
 
 
 def _cast(views: Mapping[str, View], dtype: Any) -> dict[str, View]:
-    """Casts floating-point model parameters to `dtype`: all leaves, if no name marks some as parameters."""
+    """Casts floating-point model parameters to `dtype`.
+
+    All leaves, if no name marks some as parameters.
+    """
     if dtype is None:
         return dict(views)
     wanted = as_dtype(dtype)

@@ -1,4 +1,6 @@
-"""Finds the containers of a converted tree that are lists because they were lists or tuples in the source.
+"""Finds a converted tree's lists.
+
+They were lists or tuples in the source.
 
 Stock Orbax records for each key whether it belongs to a dict or a sequence, and restores only into a tree that agrees.
 Names do not show it: `layers/0` may be either. A container of the result is a list if its keys are 0, 1, …, and each
@@ -13,7 +15,10 @@ from orbax_t5x.restoring.plan import RestorePlan
 
 
 def with_sequences(tree: Any, plan: RestorePlan) -> Any:
-    """Puts lists in place of the dicts of a planned tree that were sequences in the source."""
+    """Turns dicts of a planned tree into lists as in the source.
+
+    They were sequences there.
+    """
     sequences: set[str] = set()
     for prefix, checkpoint in plan.checkpoints.items():
         sequences.update("/".join(part for part in (prefix, name) if part) for name in checkpoint.sequences)
@@ -21,7 +26,10 @@ def with_sequences(tree: Any, plan: RestorePlan) -> Any:
 
 
 def _origins(plan: RestorePlan) -> dict[str, set[str | None]]:
-    """Maps each container of the result to those that its children come from; None for a renamed child."""
+    """Maps each container of the result to its source containers.
+
+    Its children come from these; None for a renamed child.
+    """
     origins: dict[str, set[str | None]] = {}
     for entry in plan.entries:
         for source in entry.sources:
@@ -31,7 +39,9 @@ def _origins(plan: RestorePlan) -> dict[str, set[str | None]]:
 
 
 def _pairs(name: list[str], source: list[str]) -> list[tuple[str, str | None]]:
-    """Pairs each container above a leaf with the one of the same children above its source.
+    """Pairs containers above a leaf and above its source.
+
+    They have the same children.
 
     Both names begin and end with common parts; the parts between were renamed.
     """

@@ -1,4 +1,6 @@
-"""The order in which the files of a checkpoint appear at a place without renames, and old ones are removed.
+"""Order of a checkpoint's files at a place without renames.
+
+Old files are removed in it, too.
 
 At no moment may a reader open what is neither the old checkpoint nor the new one. Files with data make no checkpoint;
 those that do are written last, and where old ones are in the way they are removed before anything that they
@@ -20,7 +22,7 @@ _NAMING = (STEP_METADATA_FILE, METADATA_FILE, MANIFEST_FILE, COMMIT_FILE, SINGLE
 
 
 class Stage(NamedTuple):
-    """Names to remove, in order, and then names to write: all of a list at a time."""
+    """Names to remove in order, then names to write together."""
 
     remove: Sequence[str]
     write: Sequence[str]

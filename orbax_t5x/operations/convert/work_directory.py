@@ -1,4 +1,6 @@
-"""The work directory beside a destination, in which a conversion writes, and the renames at the end.
+"""The work directory beside a conversion's destination.
+
+The renames at the end are here, too.
 
 Each destination has one, and the converting process holds a lock on it, which ends with the process: a second
 conversion to the same destination is refused while the first runs. A killed conversion leaves its directory behind; the
@@ -49,15 +51,23 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def work_directory_of(target: Path) -> Path:
-    """Returns the first choice for the work directory: beside the destination, because renames are atomic there."""
+    """Returns the first choice for the work directory.
+
+    It is beside the destination, because renames are atomic there.
+    """
     return target.parent / f".{target.name}{WORK_SUFFIX}"
 
 
 class WorkDirectory:
-    """Work directory of one conversion; a context, whose end removes it unless `is_kept` for a later conversion."""
+    """Work directory of a conversion, and a context.
+
+    The end removes it unless `is_kept` for a later conversion.
+    """
 
     def __init__(self, target: Path, name: str | None = None):
-        """Locks the directory, and puts back what a killed conversion had renamed away.
+        """Locks the directory, and puts back renamed destinations.
+
+        A killed conversion had renamed them away.
 
         Args:
           target: what it is beside.
@@ -76,7 +86,10 @@ class WorkDirectory:
             raise
 
     def owner(self) -> str:
-        """Returns a text that stays the same as long as this directory: what else belongs to it bears that."""
+        """Returns a text for this directory's other belongings.
+
+        It stays the same as long as the directory.
+        """
         path = self.path / _OWNER
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             owner = file.read(_OWNER_DIGITS + 1)
@@ -100,7 +113,10 @@ class WorkDirectory:
                     os.unlink(entry.name, dir_fd=self._lock.number)
 
     def put_in_place(self, written: Path) -> None:
-        """Moves a directory written in here to the destination; what it replaces is moved in here."""
+        """Moves a written directory to the destination.
+
+        The old destination is moved in here.
+        """
         replaced = self.path / _REPLACED
         try:
             if os.path.lexists(self._target):
@@ -115,7 +131,7 @@ class WorkDirectory:
         return self
 
     def _put_back(self) -> None:
-        """Puts a destination back that was renamed away, if no other took its place."""
+        """Puts a renamed destination back, if its place is free."""
         replaced = self.path / _REPLACED
         if os.path.lexists(replaced) and not os.path.lexists(self._target):
             os.rename(replaced, self._target)
@@ -132,7 +148,10 @@ class WorkDirectory:
 
 
 def _take(target: Path, name: str) -> tuple[Path, Descriptor]:
-    """Makes or finds a work directory of ours, and locks it; returns the descriptor that holds the lock."""
+    """Makes or finds a work directory of ours, and locks it.
+
+    Returns the descriptor that holds the lock.
+    """
     first = work_directory_of(target)
     for number in range(_MOST_NAMES):
         path = first.with_name(f"{first.name}.{number}") if number else first
@@ -145,7 +164,10 @@ def _take(target: Path, name: str) -> tuple[Path, Descriptor]:
 
 
 def _lock(path: Path, target: Path, name: str) -> Descriptor | None:
-    """Makes and locks a work directory; returns None where something else has its name."""
+    """Makes and locks a work directory, or returns None.
+
+    None: something else has its name.
+    """
     while True:
         is_new = True
         try:
@@ -180,7 +202,9 @@ def _is_private(found: os.stat_result, forbidden: int = _WRITABLE_BY_OTHERS) -> 
 
 
 def _holds_a_conversion(directory: int, destination: str) -> bool:
-    """Tests whether a directory holds only what a conversion writes, all of it made by this user.
+    """Tests if a directory holds only a conversion's files.
+
+    All must be made by this user.
 
     The contents of what was replaced are the user's own, and are never read.
     """
@@ -202,7 +226,10 @@ def _holds_a_conversion(directory: int, destination: str) -> bool:
 
 
 def _umask() -> int:
-    """Reads the mask of new files; setting it, the only other way, would be seen by other threads."""
+    """Reads the mask of new files.
+
+    Setting it, the only other way, would be seen by other threads.
+    """
     try:
         found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:

@@ -1,4 +1,6 @@
-"""Pairs of arrays are read block by block and compared, in bounded memory, several blocks at a time.
+"""Compares pairs of arrays block by block, in bounded memory.
+
+Several blocks are read at a time.
 
 A block is the same box of both sides. Which boxes those are is decided once for each pair, from what reading one of
 them would decode: a chunk of either side is not cut where that can be had, so that it is decoded once. What cannot be
@@ -31,7 +33,10 @@ _COPIES = 8
 
 
 class LeafPair(NamedTuple):
-    """Two arrays of one name and shape to compare, of dtypes whose values can be compared."""
+    """Two arrays of the same name and shape to compare.
+
+    The values of their dtypes can be compared.
+    """
 
     name: str
     a: View
@@ -44,13 +49,13 @@ class LeafPair(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the part that is compared, without what both sides only repeat."""
+        """Shape of the compared part, without common repeats."""
         repeated = set(_repeated(self.a)).intersection(_repeated(self.b))
         return tuple(1 if axis in repeated else size for axis, size in enumerate(self.a.shape))
 
     @property
     def repeats(self) -> int:
-        """Number of times that each element of that part is in the arrays."""
+        """Number of times that an element of the part occurs."""
         return math.prod(self.a.shape) // max(1, math.prod(self.shape))
 
     def bytes_of(self, box: Box) -> int:
@@ -59,7 +64,10 @@ class LeafPair(NamedTuple):
 
 
 class PairOutcome:
-    """Outcome of comparing one pair so far; `failure` has the side that could not be read or verified, and why."""
+    """Outcome of a pair so far.
+
+    `failure` has the side that could not be read or verified, and why.
+    """
 
     def __init__(self) -> None:
         self.apart = ValueDifference()
@@ -69,7 +77,10 @@ class PairOutcome:
 def compare_pairs(
     pairs: Sequence[LeafPair], tolerance: Tolerance, limit: int, on_progress: OnProgress | None, stats: ReadStats
 ) -> dict[str, PairOutcome]:
-    """Reads and compares pairs of arrays, in `limit` bytes of memory (a larger block by itself); outcomes by name."""
+    """Compares pairs of arrays in `limit` bytes of memory.
+
+    A larger block is read by itself; outcomes are by name.
+    """
     run = _BlockComparison(pairs, tolerance, limit, on_progress, stats)
     if pairs:
         # An interrupt is raised when nothing is being read any more: the caller closes the files.
@@ -123,7 +134,7 @@ class _BlockComparison:
     async def _read(
         self, outcome: PairOutcome, side: Side, view: View, box: Box, buffers: dict[Side, np.ndarray]
     ) -> None:
-        """Reads a box of one side; a failure is noted."""
+        """Reads a box of a side; a failure is noted."""
         try:
             buffers[side] = await read_block(view.node, box, self._stats)
         except CheckpointError as error:
@@ -150,7 +161,7 @@ class _BlockComparison:
 
 
 def block_boxes(pair: LeafPair, limit: int) -> Iterator[Box]:
-    """Yields the boxes, together the part to compare, in which a pair is compared within `limit` bytes."""
+    """Yields boxes to compare within `limit` bytes."""
     a, b, shape = pair.a, pair.b, pair.shape
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
     most = block_bytes(limit, _COPIES)
@@ -163,12 +174,15 @@ def block_boxes(pair: LeafPair, limit: int) -> Iterator[Box]:
 
 
 def _repeated(view: View) -> tuple[int, ...]:
-    """Returns the dimensions along which a view is one stored leaf whose elements are all the same."""
+    """Returns the dimensions that a view's only leaf repeats."""
     return () if view.leaf is None else view.leaf.repeated
 
 
 def _block_shapes(pair: LeafPair, itemsize: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yields shapes of blocks, of which the first that decodes least is taken."""
+    """Yields shapes of blocks.
+
+    The first that decodes least is taken.
+    """
     shape = pair.shape
     axes = range(len(shape))
     units = [unit for unit in (stored_chunk(pair.a), stored_chunk(pair.b)) if unit is not None]
@@ -181,7 +195,7 @@ def _block_shapes(pair: LeafPair, itemsize: int, most: int) -> Iterator[tuple[in
 
 
 def _decoded_share(a: View, b: View, block: tuple[int, ...]) -> float:
-    """Returns the ratio of the bytes that reading one block decodes to those that it needs."""
+    """Returns the ratio of decoded to needed bytes of a block."""
     box: Box = tuple((0, min(step, size)) for step, size in zip(block, a.shape, strict=True))
     decoded = sum(_decoded_bytes(leaf, part) for view in (a, b) for leaf, part in view.requests(box))
     return decoded / (box_size(box) * (a.dtype.itemsize + b.dtype.itemsize))

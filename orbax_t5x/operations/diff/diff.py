@@ -135,7 +135,10 @@ def _tolerance(atol: float, rtol: float) -> Tolerance:
 
 
 def _without_values(name: str, a: View | None, b: View | None) -> LeafDiff:
-    """Compares names, shapes and dtypes; "equal" or "dtype" without a reason: values are to be compared."""
+    """Compares names, shapes and dtypes.
+
+    "equal" or "dtype" without a reason: values are to be compared.
+    """
     broken = next((error for view in (a, b) if view is not None for error in _errors(view)), None)
     if broken is not None:
         status, reason = _failed("a" if a is not None and broken in _errors(a) else "b", broken)
@@ -169,7 +172,7 @@ def _failed(side: str, error: CheckpointError) -> tuple[DiffStatus, str]:
 
 
 def _with_values(leaf: LeafDiff, outcome: PairOutcome) -> LeafDiff:
-    """Adds to a comparison what was found when both sides were read."""
+    """Adds the results of reading both sides to a comparison."""
     if outcome.failure is not None:
         status, reason = _failed(*outcome.failure)
         return dataclasses.replace(leaf, status=status, reason=reason)

@@ -1,4 +1,4 @@
-"""The report of a comparison of two checkpoints, as data and as text."""
+"""The report of a comparison, as data and as text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HEADINGS = {"shape": "other shapes", "dtype": "other dtypes", "values": "other 
 
 @dataclasses.dataclass(frozen=True)
 class LeafDiff:
-    """Comparison of the leaves of one name.
+    """Comparison of the leaves of a name.
 
     Attributes:
       name: of the leaf, after the transforms.
@@ -91,7 +91,7 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """True if all names, shapes and dtypes are the same, and all values, if they were compared.
+        """True if names, shapes, dtypes and compared values are equal.
 
         If not `strict`, of the leaves that both sides have, which must be some.
         """
@@ -100,18 +100,24 @@ class DiffReport:
         return all(status == "equal" for status in compared) and (bool(compared) or not self.leaves)
 
     def summary(self) -> str:
-        """Returns the counts in one line."""
+        """Returns the counts in a line."""
         counts = collections.Counter(leaf.status for leaf in self.leaves)
         parts = [_count_text(status, counts[status]) for status in _STATUSES if counts[status]] or ["no leaves"]
         read = f"{size_text(self.bytes_read)} read in {self.seconds:.1f} s"
         return ", ".join([*parts, read if self.values else "values not compared"])
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values. Numbers that JSON lacks are text: "inf", "nan", complex ones."""
+        """Returns the report as JSON values.
+
+        Numbers that JSON lacks are text: "inf", "nan", complex numbers.
+        """
         return _finite_json({**dataclasses.asdict(self), "equal": self.equal})
 
     def lines(self, width: int) -> list[str]:
-        """Formats the table. Equal leaves are counted; leaves whose names differ in one number share a line."""
+        """Formats the table.
+
+        Equal leaves are counted; leaves whose names differ in a single number share a line.
+        """
         lines = [f"a: {plain(self.a)}", f"b: {plain(self.b)}"]
         lines += [f"a is mapped by {plain(rule)}" for rule in self.rules]
         lines += [f"warning: {plain(warning)}" for warning in self.warnings]
@@ -171,7 +177,10 @@ def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:
 
 
 def _values_text(leaves: Sequence[LeafDiff]) -> str:
-    """Describes how far leaves are apart: of several, all together, and the worst of them by name."""
+    """Describes how far leaves are apart.
+
+    Of several, all together, and the worst of them by name.
+    """
     differing, size = sum(leaf.differing for leaf in leaves), sum(leaf.size for leaf in leaves)
     if not differing and not any(leaf.absolute for leaf in leaves):
         return "values equal" if size else ""

@@ -1,4 +1,6 @@
-"""Compares the elements of two arrays: how many differ, and by how much, and where, they differ most.
+"""Compares the elements of two arrays.
+
+How many differ, by how much, and at which index most.
 
 Pure: arrays in memory, a few thousand elements at a time, so that what is computed beside them stays small. NaN equals
 NaN and differs from every number, -0 equals 0, an infinity equals only itself. Numbers are compared by value: integers
@@ -25,7 +27,10 @@ _BYTES_PER_ELEMENT = 64
 
 
 class Tolerance(NamedTuple):
-    """Elements are equal where `|a - b| <= atol + rtol * |b|`, as in `numpy.isclose`; neither is negative."""
+    """Bounds of `|a - b| <= atol + rtol * |b|` for equal elements.
+
+    As in `numpy.isclose`; neither is negative.
+    """
 
     atol: float = 0.0
     rtol: float = 0.0
@@ -68,7 +73,7 @@ class ValueDifference:
         return dataclasses.replace(self, differing=self.differing * times, one_nan=self.one_nan * times)
 
     def joined(self, other: ValueDifference) -> ValueDifference:
-        """Joins the differences of two boxes of one array."""
+        """Joins the differences of two boxes of an array."""
         return ValueDifference(
             self.differing + other.differing,
             self.one_nan + other.one_nan,
@@ -84,17 +89,26 @@ def _larger(one: LargestDifference | None, other: LargestDifference | None) -> L
 
 
 def are_comparable(a: np.dtype, b: np.dtype) -> bool:
-    """Returns True if values of two dtypes can be compared: text only with text."""
+    """Tests if values of two dtypes can be compared.
+
+    Text only with text.
+    """
     return (kind_of(a) == "object") == (kind_of(b) == "object")
 
 
 def scratch_bytes(size: int) -> int:
-    """Returns the bytes of memory that comparing arrays of `size` elements takes besides the arrays."""
+    """Returns the memory for a comparison besides the arrays.
+
+    They have `size` elements.
+    """
     return min(size, _BLOCK_ELEMENTS) * _BYTES_PER_ELEMENT
 
 
 def compare_values(a: np.ndarray, b: np.ndarray, corner: Sequence[int], tolerance: Tolerance) -> ValueDifference:
-    """Compares two C-contiguous arrays of one shape; `corner`, the index of their first element, goes on indices."""
+    """Compares two C-contiguous arrays of the same shape.
+
+    `corner`, the index of their first element, goes on indices.
+    """
     found = ValueDifference()
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for start in range(0, flat_a.size, _BLOCK_ELEMENTS):
@@ -122,7 +136,10 @@ class _Stretch(NamedTuple):
 
 
 def _have_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Returns True if two runs of one dtype hold the same bits, and so the same values: the fast path."""
+    """Tests if two runs of the same dtype hold the same bits.
+
+    This is the fast path.
+    """
     if a.dtype != b.dtype or a.dtype.hasobject:
         return False
     width = math.gcd(a.dtype.itemsize, 8)
@@ -135,7 +152,10 @@ def _compare_text(a: np.ndarray, b: np.ndarray) -> ValueDifference:
 
 @functools.cache
 def _common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
-    """Returns a dtype with the values of both: int64, uint64, Python's integers, float64 or complex128."""
+    """Returns a dtype with the values of both.
+
+    int64, uint64, Python's integers, float64 or complex128.
+    """
     kinds = {kind_of(a), kind_of(b)}
     if kinds & {"complex"}:
         return np.dtype(np.complex128)
@@ -149,7 +169,7 @@ def _common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
 
 
 class _Numbers:
-    """Two runs of numbers, in a dtype that has the values of both."""
+    """Two runs of numbers in a common dtype."""
 
     def __init__(self, a: np.ndarray, b: np.ndarray):
         self._dtype = _common_dtype(a.dtype, b.dtype)
@@ -187,7 +207,7 @@ class _Numbers:
         )
 
     def _distance(self, equal: np.ndarray, one_nan: np.ndarray) -> np.ndarray:
-        """Computes `|a - b|`, which is 0 where they are equal or one is NaN."""
+        """Computes `|a - b|`, with 0 for equal elements and NaN."""
         a, b = self._a, self._b
         if self._dtype.kind in "iu":
             # The difference of 64-bit integers has 64 bits, the sign not among them.
@@ -213,7 +233,7 @@ class _Numbers:
         return relative
 
     def _are_close(self, distance: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-        """Marks elements whose distance is tolerated: never from an infinity, never where one is NaN."""
+        """Marks finite elements within tolerance."""
         magnitude = self._magnitude()
         tolerated = distance.astype(np.float64) <= tolerance.atol + tolerance.rtol * magnitude
         return tolerated & np.isfinite(magnitude) & (distance != 0)

@@ -1,1 +1,4 @@
-"""Starts a training job: from its own newest step, from another checkpoint, or from scratch."""
+"""Starts a training job.
+
+From its own newest step, from another checkpoint, or from scratch.
+"""

@@ -1,5 +1,6 @@
-"""Errors of `restore_or_initialize` about a checkpoint that does not fit the target: fixes with its own keywords, and
-the damage that explains one.
+"""Errors of `restore_or_initialize` about unfit checkpoints.
+
+The fixes have its own keywords; damage may explain the misfit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ _OF_NEW_RUNS = frozenset({"fallback", "transforms"})
 
 
 def with_init_fn(error: RestorePlanError) -> RestorePlanError:
-    """Returns the same problems, for a call whose values of missing leaves come from `init_fn=`."""
+    """Rewrites problems for a call with `init_fn=`.
+
+    The values of missing leaves come from it.
+    """
     problems = [
         problem if problem.fix is None else dataclasses.replace(problem, fix=problem.fix.with_keywords(_KEYWORDS))
         for problem in error.problems
@@ -25,7 +29,9 @@ def with_init_fn(error: RestorePlanError) -> RestorePlanError:
 
 
 def of_own_step(error: RestorePlanError, path: str, items: Sequence[str]) -> RestorePlanError:
-    """Returns the same problems, for a step of the run itself, which is restored as it is.
+    """Rewrites problems for the run's own step.
+
+    It is restored as it is.
 
     `items` are those of the step, where all of several were to be restored.
     """
@@ -52,7 +58,7 @@ def _is_for_new_run(fix: Fix) -> bool:
 
 
 def damage_of(path: str, limits: Limits | None) -> CheckpointError | None:
-    """Describes the damage of a step, or returns None where it is not damaged.
+    """Describes the damage of a step, or returns None.
 
     An array cannot be opened, or the checksums are of other names or shapes than the metadata.
     """

@@ -1,4 +1,6 @@
-"""`restore_or_initialize`: the one call with which a training job starts, the first time and after every preemption.
+"""`restore_or_initialize`: a training job's only start.
+
+It is for the first time and after every preemption.
 
 Three ways, in this order: the newest good step of the manager's own root; a checkpoint to begin with, mapped by
 transforms; the functions that initialise a model. The manager lists the steps and their directories; they are opened
@@ -66,7 +68,7 @@ _DAMAGE = (CorruptCheckpointError, CheckpointGoneError, CheckpointIOError, Check
 
 
 class TrainingStart(NamedTuple):
-    """Start of a training job: its state, its step, and how they came about.
+    """Start of a training job: state, step, and their origin.
 
     Attributes:
       state: the target's structure, filled.
@@ -99,7 +101,9 @@ def restore_or_initialize(
     broadcast: BroadcastMode = RestoreOptions.broadcast,
     fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
 ) -> TrainingStart:
-    """Starts a training job: from its own newest step, else from a checkpoint to begin with, else from scratch.
+    """Starts a training job.
+
+    From its own newest step, else from a checkpoint to begin with, else from scratch.
 
     Call it at every start, with the same arguments. What was applied when the run began is recorded by the first save
     of an `orbax_t5x.TrainStateHandler` below the manager's root, or in an `orbax_t5x.v1.context`, and no rule is
@@ -163,7 +167,10 @@ def restore_or_initialize(
 
 
 class _Damage(NamedTuple):
-    """Reason why a step cannot be restored; `is_refusal`: the operating system or the store refused to read it."""
+    """Reason why a step cannot be restored.
+
+    `is_refusal`: the operating system or the store refused to read it.
+    """
 
     reason: str
     is_refusal: bool
@@ -171,14 +178,17 @@ class _Damage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _RestoreResult:
-    """Result of one restore: the target, filled; its plan; and what each item recorded."""
+    """Result of a restore: filled target, plan, and items' records."""
 
     state: Any
     plan: RestorePlan
     records: Records
 
     def lineages(self, single: str) -> dict[str, Lineage]:
-        """Returns each item's lineage, this restore included; `single` is the name of a single item."""
+        """Returns each item's lineage, this restore included.
+
+        `single` is the name of a single item.
+        """
         recorded = [entry for record in self.records.values() for entry in record or ()]
         added = [entry for entry in self.plan.provenance if applied_rules(entry) and entry not in recorded]
         # Another writer's item, of which nothing is known, stays so.
@@ -189,7 +199,10 @@ class _RestoreResult:
 
 
 class _JobStart:
-    """One start of a job; `skipped` are the damaged steps, which were passed over."""
+    """A start of a job.
+
+    `skipped` are the damaged steps, which were passed over.
+    """
 
     def __init__(self, manager: ocp.CheckpointManager, target: Any, options: RestoreOptions):
         self._manager = manager
@@ -201,7 +214,7 @@ class _JobStart:
     # -- the run's own steps
 
     def resume(self, chain: tuple[Callable[..., Any], ...]) -> TrainingStart | None:
-        """Resumes from the newest good step; returns None if there is none."""
+        """Resumes from the newest good step, or returns None."""
         refused = ""
         for step in self._own_steps():
             directory = step_directory(self._manager, step)
@@ -220,7 +233,10 @@ class _JobStart:
         return None
 
     def _own_steps(self) -> list[int]:
-        """Lists the steps that have the item, newest first; the primary process lists them for all."""
+        """Lists the steps that have the item, newest first.
+
+        The primary process lists them for all.
+        """
         self._manager.wait_until_finished()
         self._manager.reload()
         together = Agreement(_PRIMARY, self._root)
@@ -234,7 +250,7 @@ class _JobStart:
         return having
 
     def _has_item(self, step: int) -> bool:
-        """Returns True if a step has the item, or had it and lost it, which is damage."""
+        """Tests if a step has the item, or lost it by damage."""
         item, directory = self._options.item, step_directory(self._manager, step)
         if item is None or (directory / item).exists():
             return True
@@ -242,7 +258,7 @@ class _JobStart:
         return recorded is None or item in recorded
 
     def _item_in(self, directory: epath.Path) -> str:
-        """Returns the name of the one item to restore from a step, or an empty text for all of several."""
+        """Names the single item to restore, or "" for several."""
         if self._options.item is not None:
             return self._options.item
         if (directory / _DEFAULT_ITEM).is_dir():
@@ -252,7 +268,7 @@ class _JobStart:
         return names[0] if len(names) == 1 and not lost else ""
 
     def _attempt(self, directory: epath.Path, chain: tuple[Callable[..., Any], ...]) -> _RestoreResult | _Damage:
-        """Restores one step; all processes have it, or none."""
+        """Restores a step on all processes, or on no process."""
         options = dataclasses.replace(self._options, item=None, fallback=None, fallback_for=None)
         path = os.fspath(directory / self._item_in(directory))
         together = Agreement(_PRIMARY, os.fspath(directory))
@@ -291,7 +307,7 @@ class _JobStart:
         return TrainingStart(restored.state, _FIRST_STEP, "initialized")
 
     def from_scratch(self) -> TrainingStart:
-        """Starts from the function only: the plan of a restore from no checkpoint."""
+        """Starts from the function only, by a plan without checkpoint."""
         init_fn, target = self._options.fallback, self._target
         if target is None:  # everything
             target = abstract_tree(init_fn)
@@ -331,7 +347,10 @@ class _JobStart:
 
 
 def _recorded_items(directory: epath.Path) -> Mapping[str, Any] | None:
-    """Returns the items that a step's metadata name, or None if they cannot be read."""
+    """Lists the items in a step's metadata, or returns None.
+
+    None: they cannot be read.
+    """
     try:
         return recorded_items(os.fspath(directory))
     except CheckpointError:

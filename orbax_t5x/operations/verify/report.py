@@ -25,7 +25,7 @@ _WORDS = {"no checksum": "without checksum"}
 
 @dataclasses.dataclass(frozen=True)
 class LeafVerification:
-    """Verification of one leaf.
+    """Verification of a leaf.
 
     Attributes:
       name: of the leaf.
@@ -74,7 +74,7 @@ class VerifyReport:
         return "ok" if is_compared else "no checksum"
 
     def summary(self) -> str:
-        """Returns the counts in one line."""
+        """Returns the counts in a line."""
         counts = collections.Counter(leaf.status for leaf in self.leaves)
         parts = [f"{leaves_text(counts[status])} {_WORDS.get(status, status)}" for status in STATUSES if counts[status]]
         read = f"{size_text(self.bytes_read)} read in {self.seconds:.1f} s"
@@ -85,7 +85,10 @@ class VerifyReport:
         return {**dataclasses.asdict(self), "status": self.status}
 
     def lines(self, width: int) -> list[str]:
-        """Formats the table, with the damaged leaves first; leaves whose names differ in one number share a line."""
+        """Formats the table, with the damaged leaves first.
+
+        Leaves whose names differ in a single number share a line.
+        """
         lines = [f"{plain(self.path)}: {self.format}"]
         for heading, rows in self._sections():
             lines += ["", f"{heading}:", *table_lines(rows, width)]

@@ -1,4 +1,6 @@
-"""Verification of a whole checkpoint: every byte of every leaf is read once and compared with its checksum.
+"""Verification of a whole checkpoint by its checksums.
+
+Every byte of every leaf is read once.
 
 Leaves are read one after the other, in blocks that follow the stored chunks, so that memory is bounded by one row of
 chunks. TensorFlow bundles have a checksum of each tensor, Orbax items the file of checksums that this package's saves
@@ -34,7 +36,9 @@ def verify(
     limits: Limits | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Reads all of a checkpoint, of any format and in any store, and compares it with the checksums that it keeps.
+    """Reads a checkpoint and compares it with its own checksums.
+
+    It is of any format and in any store.
 
     Args:
       path: as `orbax_t5x.open_checkpoint` takes it.
@@ -84,7 +88,7 @@ def _bytes_of(leaf: Leaf) -> int:
 
 
 def _verify(leaf: Leaf, stats: ReadStats) -> tuple[Status, str]:
-    """Verifies one leaf; returns its status and the reason."""
+    """Verifies a leaf; returns its status and the reason."""
     try:
         leaf.raise_error()
         if 0 in leaf.shape:
