@@ -1,4 +1,6 @@
-"""The arguments of a save and of a restore, as Orbax wants them: plain records, checked where they are used.
+"""Arguments of saves and restores, as Orbax wants them.
+
+They are plain records, checked at use.
 
 `orbax_t5x.handlers.checkpoint_handler` registers them with `TrainStateHandler`.
 
@@ -23,7 +25,10 @@ from orbax_t5x.text.progress_bar import Progress
 
 
 class _Missing(enum.Enum):
-    """A type of its own for "not given": None is a target ("everything, as NumPy")."""
+    """Type of its own for "not given".
+
+    None is a target ("everything, as NumPy").
+    """
 
     MISSING = "not given"
 

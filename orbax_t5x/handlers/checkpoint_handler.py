@@ -41,7 +41,9 @@ _GB = 10**9  # Orbax's
 
 
 class TrainStateHandler(ocp.AsyncCheckpointHandler):
-    """Saves a train state, or any pytree, as plain Orbax; restores a checkpoint of any format into one.
+    """Handler that saves plain Orbax and restores any format.
+
+    It saves a train state, or any pytree.
 
     Use it as any handler: `ocp.CheckpointManager(root, item_handlers=handler)`, `ocp.Checkpointer(handler)`, or in a
     handler registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. What was applied to a run's state
@@ -73,7 +75,9 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         checksums: bool = True,
         **options: Any,
     ):
-        """Initializes a handler; the arguments are those of `ocp.PyTreeCheckpointHandler`, with its defaults.
+        """Initializes a handler.
+
+        The arguments are those of `ocp.PyTreeCheckpointHandler`, with its defaults.
 
         `restore_concurrent_gb` bounds restores with a target too: their `memory_limit_bytes` is at most that, and that
         where it is not given. The handlers of `type_handler_registry` restore leaves of types that are not arrays, and
@@ -105,7 +109,9 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     # -- saving
 
     async def async_save(self, directory: epath.Path, args: TrainStateSave) -> list[Any]:
-        """Checks everything, copies what is on devices, and returns a future of the rest.
+        """Checks and copies a state; a future does the rest.
+
+        It copies what is on devices.
 
         Raises:
           UnsupportedCheckpointError: leaves that Orbax cannot store; nothing is left of the save.
@@ -151,7 +157,10 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             raise_as_checkpoint_error(error, directory)
 
     def finalize(self, directory: epath.Path) -> None:
-        """Merges what the processes wrote and makes it durable; Orbax calls it on one process."""
+        """Merges the processes' files and makes them durable.
+
+        Orbax calls it on a single process.
+        """
         try:
             self._orbax.finalize(directory)
             check_merged(directory)
@@ -198,7 +207,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     @property
     def provenance(self) -> tuple[Mapping[str, Any], ...]:
-        """The record of the state that this handler restored last, to pass as `provenance=`.
+        """The record of the last restored state, for `provenance=`.
 
         Saves do not use it by themselves: what was restored may be another model, from another run.
         """
@@ -206,7 +215,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     @guarded
     def restore(self, directory: epath.Path, args: TrainStateRestore | None = None) -> Any:
-        """Restores into the target of `args`; without one, as stock Orbax does.
+        """Restores into the target of `args`, or as stock Orbax.
 
         Raises:
           RestorePlanError: keywords without a target, or what `orbax_t5x.restore` raises.
@@ -235,7 +244,10 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         return restored
 
     def _types_of_users(self, directory: epath.Path) -> dict[str, str]:
-        """Returns the recorded types, by name, of the item's leaves that handlers of the given table stored."""
+        """Returns the recorded types of leaves of users' handlers.
+
+        By name; the given table has these handlers.
+        """
         if self._given_registry is None:
             return {}
         return types_of_users(value_types(read_metadata(directory)), self._given_registry)
@@ -247,7 +259,10 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         return restored
 
     def _note_restored(self, own: epath.Path | None, lineage: provenance.Lineage) -> None:
-        """Keeps what a restore did; `own` is a step of the run itself, from which the next save goes on."""
+        """Keeps the record of a restore.
+
+        `own`: it is a step of the run itself, from which the next save goes on.
+        """
         self._restored = tuple(lineage)
         if own is not None:
             remember_restored(own, lineage)

@@ -1,4 +1,4 @@
-"""Orbax names used beyond its documented interface, in one place.
+"""Orbax names used beyond its documented interface.
 
 Orbax has no public function for these, so any of them may move in a later version; `tests/handlers/test_orbax_names.py`
 fails for the one that has. The room `type_handlers` uses the table of type handlers and `NumpyHandler`, which Orbax
@@ -27,7 +27,9 @@ TEMPORARY_MARK: str = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 def write_spec(
     info: Any, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype, database: int | None = None
 ) -> dict[str, Any]:
-    """Returns the TensorStore spec of an array as Orbax would write it, in chunks of another shape.
+    """Returns Orbax's spec to write an array in other chunks.
+
+    It is TensorStore's.
 
     The layout is Orbax's own. According to Orbax's source this function will be replaced by one that no public module
     exports yet. `info` is Orbax's `ParamInfo`; `database` is the number of the database, by default this process's.
@@ -44,7 +46,7 @@ def write_spec(
 
 
 def step_directory(manager: ocp.CheckpointManager, step: int) -> epath.Path:
-    """Returns the directory of one of a manager's steps, by the manager's own naming of steps.
+    """Returns a step's directory by its manager's naming.
 
     A manager exposes its root and the numbers of its steps, but not the names that its options give to them.
     """
@@ -52,7 +54,9 @@ def step_directory(manager: ocp.CheckpointManager, step: int) -> epath.Path:
 
 
 class RecordedType:
-    """Descriptor of the type that Orbax records about an item, by which a restore without arguments finds a handler.
+    """Descriptor of the type that Orbax records about an item.
+
+    A restore without arguments finds a handler by it.
 
     Orbax calls a handler's `typestr()`. The class returns its own name, under which Orbax's table of handlers lists it;
     an instance returns the name of Orbax's handler, so that the item can be restored without this package.

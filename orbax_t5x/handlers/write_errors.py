@@ -1,4 +1,4 @@
-"""Turns what a failed write raises into one typed error that names the path and the leaf."""
+"""Types the errors of failed writes, with path and leaf."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _STORE_FAILURE = re.compile(
 
 
 def raise_as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str | None = None) -> NoReturn:
-    """Raises a failure to write as `CheckpointIOError` with its `errno`, and every other error as it is."""
+    """Raises a failure to write as `CheckpointIOError`.
+
+    It has its `errno`; every other error is raised as it is.
+    """
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         raise error
     if isinstance(error, TimeoutError) and error.errno is None:

@@ -1,1 +1,1 @@
-"""Restores what Orbax itself restores, without a plan of ours."""
+"""Restores by Orbax itself, without a plan of ours."""

@@ -1,4 +1,6 @@
-"""Restores by Orbax itself: whole items without a target, and leaves of types that only a type handler knows.
+"""Restores by Orbax itself.
+
+Whole items without a target, and leaves of types that only a type handler knows.
 
 The handler that saves does it, with all its options. Stock `PyTreeRestore` would warn that it must look up the
 shardings in the item, and `StandardRestore` makes a handler that knows no other type handlers than Orbax's; so the
@@ -33,13 +35,19 @@ _PLACEHOLDER = "placeholder"
 
 
 def read_metadata(directory: epath.Path) -> Mapping[str, Any]:
-    """Reads an item's metadata file; returns an empty mapping for items of early versions, which have none."""
+    """Reads an item's metadata file.
+
+    Items of early versions have no such file: an empty mapping.
+    """
     file = directory / METADATA_FILE
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def restore_whole(handler: ocp.PyTreeCheckpointHandler, directory: epath.Path, metadata: Mapping[str, Any]) -> Any:
-    """Restores an item as it was saved, onto the devices that it was saved from, which must be here."""
+    """Restores an item as saved, onto its original devices.
+
+    These must be here.
+    """
     types = value_types(metadata)
     # Values in a msgpack file, and placeholders, have no metadata that Orbax could give.
     if not metadata or (directory / MSGPACK_FILE).exists() or _PLACEHOLDER in types.values():
@@ -82,13 +90,15 @@ def _restore_args(name: str, leaf: Any, value_type: str | None, problems: list[P
 
 
 class HandledLeaves:
-    """Leaves of a target that type handlers restore: of other types than arrays, or stored by a user's handler.
+    """Leaves of a target that type handlers restore.
+
+    They are of other types than arrays, or stored by a user's handler.
 
     The others are restored by a plan, which reads what is stored as it is. `target` has a placeholder for each.
     """
 
     def __init__(self, target: Any, registry: Any, own_types: Mapping[str, str]):
-        """Finds them by the table of type handlers, and by the types that the item records for its leaves."""
+        """Finds the leaves by type handlers and recorded types."""
         self.target = target
         self._own_types = own_types
         self._leaves: dict[int, tuple[str, Any]] = {}
@@ -109,7 +119,10 @@ class HandledLeaves:
             self.target = jax.tree_util.tree_unflatten(treedef, kept)
 
     def restore(self, handler: ocp.PyTreeCheckpointHandler, directory: epath.Path) -> dict[int, Any]:
-        """Restores these leaves of an item, and nothing else of it, by their index among the target's leaves."""
+        """Restores these leaves of an item by target index.
+
+        It restores nothing else of it.
+        """
         if not self._leaves:
             return {}
         wanted = dict(self._leaves.values())
@@ -128,7 +141,10 @@ class HandledLeaves:
         return {index: values[name] for index, (name, _) in self._leaves.items()}
 
     def check_plan(self, plan: RestorePlan, directory: epath.Path) -> None:
-        """Raises RestorePlanError where a plan would read, as arrays, what a user's handler stored."""
+        """Refuses a plan that reads users' leaves as arrays.
+
+        A user's handler stored them; raises RestorePlanError.
+        """
         problems = [
             Problem(
                 "target",
@@ -144,7 +160,10 @@ class HandledLeaves:
             raise RestorePlanError(problems, path=directory)
 
     def put_into(self, restored: Any, values: Mapping[int, Any]) -> Any:
-        """Puts the values, by index, in place of the placeholders of the restored target."""
+        """Puts the values into the placeholders of the target.
+
+        By index, after the restore.
+        """
         if not values:
             return restored
         leaves, treedef = jax.tree_util.tree_flatten(restored)
@@ -152,7 +171,10 @@ class HandledLeaves:
 
 
 def types_of_users(types: Mapping[str, str], registry: Any) -> dict[str, str]:
-    """Selects the recorded types whose handler in a user's table is not one of Orbax's own."""
+    """Selects the recorded types that users' own handlers take.
+
+    The handlers are in a user's table, and not Orbax's.
+    """
     return {name: recorded for name, recorded in types.items() if _is_of_user(recorded, registry)}
 
 
@@ -161,7 +183,10 @@ def _is_of_user(recorded: str, registry: Any) -> bool:
 
 
 def _args_for(leaf: Any) -> Any:
-    """Returns Orbax's arguments for restoring a leaf; the recorded type decides if the target's leaf is no array."""
+    """Returns Orbax's arguments for restoring a leaf.
+
+    The recorded type decides if the target's leaf is no array.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray | bool | int | float | str):
         return ocp.checkpoint_utils.construct_restore_args(leaf)
     return ocp.RestoreArgs()

@@ -1,1 +1,4 @@
-"""Prepares a tree for a save: names, dtypes, options, and everything that cannot be stored."""
+"""Prepares a tree for a save: names, dtypes and options.
+
+It finds everything that cannot be stored.
+"""

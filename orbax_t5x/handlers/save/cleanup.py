@@ -1,4 +1,4 @@
-"""Removes what failed and interrupted saves have written.
+"""Removes the files of failed and interrupted saves.
 
 Orbax makes its temporary directories before it calls a handler, and leaves them when the handler fails, so that a full
 disk stays full. Here a failed save removes what it wrote at once, and its directories too, unless Orbax may still write
@@ -32,7 +32,9 @@ _unfinished: dict[str, _UnfinishedSave] = {}
 
 
 class _UnfinishedSave(NamedTuple):
-    """A save that has begun and not succeeded; a fork leaves its parent's saves alone.
+    """Save that has begun and not succeeded.
+
+    A fork leaves its parent's saves alone.
 
     Of one in the background, Orbax may write metadata at any time, and raises an error where it cannot.
     """
@@ -42,7 +44,10 @@ class _UnfinishedSave(NamedTuple):
 
 
 def note_begun(directory: Any, *, in_background: bool) -> None:
-    """Notes that a save into a directory has begun: unless it succeeds, it is removed when the process exits."""
+    """Notes the begin of a save into a directory.
+
+    Unless it succeeds, it is removed when the process exits.
+    """
     atexit.unregister(_remove_all)
     atexit.register(_remove_all)
     _unfinished[os.fspath(directory)] = _UnfinishedSave(os.getpid(), in_background)
@@ -60,7 +65,7 @@ def _remove_all() -> None:
 
 @contextlib.contextmanager
 def removed_on_interrupt(directory: Any) -> Iterator[None]:
-    """Removes what a save has written where an interrupt ends the `with` block.
+    """Removes a save's files if an interrupt ends the block.
 
     Orbax hands over leaves in asyncio tasks. An interrupt in one of them stops the event loop, and `async_save` does
     not learn of it. Orbax's threads that wait for the directory would then keep the process alive for minutes if it
@@ -76,7 +81,7 @@ def removed_on_interrupt(directory: Any) -> Iterator[None]:
 
 
 def remove_failed_once_made(directory: Any) -> None:
-    """Waits until Orbax has made the directory of a failed save, and calls `remove_failed`."""
+    """Calls `remove_failed` after Orbax has made the directory."""
 
     async def removal() -> None:
         remove_failed(directory)
@@ -91,7 +96,10 @@ def remove_failed_once_made(directory: Any) -> None:
 
 
 def remove_failed(directory: Any) -> None:
-    """Removes what a failed save has written into its local directory, and the directory unless Orbax still uses it."""
+    """Removes the files of a failed local save.
+
+    The directory is removed, too, unless Orbax still uses it.
+    """
     save = _unfinished.get(os.fspath(directory))
     _remove(directory, with_directories=save is None or not save.in_background)
 
@@ -113,7 +121,10 @@ def _remove(directory: Any, *, with_directories: bool) -> None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Returns True for Orbax's temporary directories, and for steps that Orbax writes in place, with their items."""
+    """Tests for Orbax's unfinished directories.
+
+    They are temporary directories, and steps that Orbax writes in place, with their items.
+    """
     if TEMPORARY_MARK in path.name + path.parent.name:
         return True
     return not (path / COMMIT_FILE).exists() and any(map(_lacks_commit_time, (path, path.parent)))

@@ -1,4 +1,7 @@
-"""The end of a save: Orbax's commit futures, the check that Orbax merged what it wrote, and syncing it to disk."""
+"""The end of a save: commit futures, merge check, syncing.
+
+The futures are Orbax's; the check is that Orbax merged the files.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,18 @@ _HEAD_START_SECS = 0.2
 
 
 class GuardedCommit:
-    """A future for Orbax's commit futures that, where one fails, removes what was written and raises a typed error.
+    """Future of Orbax's commit futures, with cleanup.
+
+    If a future fails, it removes the written files and raises a typed error.
 
     `meanwhile` is called by the thread that waits while they run, `finish` once all have succeeded.
     """
 
     def __init__(self, futures: Sequence[Any], directory: epath.Path, remove: bool):
-        """Initializes a commit; `remove`: whether this process removes what was written."""
+        """Initializes a commit.
+
+        `remove`: this process removes the written files.
+        """
         self.meanwhile: Callable[[], None] | None = None
         self.finish: Callable[[], None] | None = None
         self._futures = tuple(futures)
@@ -67,14 +75,14 @@ class GuardedCommit:
             future.result(timeout=None if deadline is None else max(0.001, deadline - time.monotonic()))
 
     def cancel(self) -> None:
-        """Cancels what still runs."""
+        """Cancels the writes that still run."""
         for future in self._futures:
             with contextlib.suppress(Exception):
                 future.cancel()
 
 
 def check_merged(directory: epath.Path) -> None:
-    """Raises if Orbax left what the processes wrote without an index.
+    """Raises if Orbax left the processes' files without an index.
 
     Orbax finds their directories by a glob pattern that begins with the item's own path, in which `[` is special: the
     save would end without an error and could not be read.
@@ -101,7 +109,10 @@ def sync_tree(directory: Any) -> None:
 
 
 def _unsynced(folder: str, *, by_tensorstore: bool) -> Iterator[str]:
-    """Yields a directory and those below it, and the files that TensorStore has not synced."""
+    """Yields the directories and files to sync below a directory.
+
+    TensorStore has not synced these files.
+    """
     entries = list(os.scandir(folder))
     names = {entry.name for entry in entries}
     by_tensorstore |= not names.isdisjoint(_ARRAY_FILES)

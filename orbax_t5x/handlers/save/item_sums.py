@@ -1,4 +1,4 @@
-"""An item's file of checksums, made of what each process of a save has summed.
+"""An item's file of checksums from all processes of a save.
 
 Each process sends its checksums once, to the process that finalizes the save, through the key-value store of
 `jax.distributed`. That process writes one file: nothing is listed, read again or removed in the item's directory.
@@ -24,7 +24,10 @@ from orbax_t5x.storage.limits import Limits
 
 
 def publish_sums(directory: epath.Path, sums: SaveSums) -> None:
-    """Sends the checksums of this process to the one that finalizes; the only process of a job writes the file."""
+    """Sends this process's checksums to the finalizing process.
+
+    The only process of a job writes the file.
+    """
     if jax.process_count() == 1:
         if not sums.is_empty:
             (directory / CHECKSUMS_FILE).write_bytes(sums.encode())
@@ -33,7 +36,9 @@ def publish_sums(directory: epath.Path, sums: SaveSums) -> None:
 
 
 def write_published_sums(directory: epath.Path, primary: int | None, active: Collection[int] | None) -> None:
-    """Writes the file of what the processes have published; for the process that finalizes, after Orbax's barrier.
+    """Writes the file of the published checksums.
+
+    For the process that finalizes, after Orbax's barrier.
 
     Args:
       directory: of the item.
@@ -51,7 +56,9 @@ def write_published_sums(directory: epath.Path, primary: int | None, active: Col
 
 
 def write_sums(directory: epath.Path, parts: Iterable[bytes]) -> None:
-    """Writes the file of checksums from those of some processes, as `SaveSums.encode` returns them.
+    """Writes the file of encoded checksums.
+
+    They are from some processes, as `SaveSums.encode` returns them.
 
     An array of which they do not have all boxes (a process saved into another directory) is left out.
     """

@@ -1,4 +1,4 @@
-"""Finds names with which a tree could not be opened again, before it is saved.
+"""Finds names that would prevent opening a saved tree.
 
 Orbax identifies leaves by their keys, takes any key, joins them with dots, and lets a leaf overwrite another one if
 their keys join to the same. Opened, leaves have '/'-joined names. The names refused here are those that the reader of
@@ -30,7 +30,9 @@ _RENAME_OR_OCDBT = Fix.any_of(Fix("rename it"), Fix.in_program("save with use_oc
 
 
 def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) -> None:
-    """Refuses a tree that could not be opened again; None and empty containers are stored by name, too.
+    """Refuses a tree that could not be opened again.
+
+    None and empty containers are stored by name, too.
 
     `skipped` are leaves of which no array is written. With `in_directories`, keys are paths of directories.
     """
@@ -61,7 +63,7 @@ def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) ->
 
 
 def storage_key(path: Sequence[Any]) -> str:
-    """Returns the name under which Orbax stores a leaf: its keys, joined with dots."""
+    """Joins a leaf's keys with dots, as Orbax does."""
     return ".".join([key_text(key) for key in path])
 
 
@@ -70,7 +72,10 @@ def _is_empty(node: Any) -> bool:
 
 
 def _fault_of_key(key: str) -> str | None:
-    """Returns the reason why a tree with this key could not be opened, or None if it could."""
+    """Returns the fault of a key, or None.
+
+    A tree with a faulty key could not be opened.
+    """
     if key_leads_out(key):
         return "leads out of the checkpoint, taken for a path"
     try:
@@ -81,7 +86,10 @@ def _fault_of_key(key: str) -> str | None:
 
 
 def _is_directory(place: str) -> bool:
-    """Returns True if an item can have an array's directory of this path (for a tree that is one array: its own)."""
+    """Tests if an array's directory may have this path.
+
+    The path is relative to the item; a tree that is a single array has the item's own.
+    """
     if not place:
         return True
     try:

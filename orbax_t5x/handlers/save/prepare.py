@@ -1,4 +1,6 @@
-"""Prepares a tree for Orbax: names, dtypes, and an error for everything that cannot be stored, beforehand.
+"""Prepares a tree for Orbax: names, dtypes, and early errors.
+
+Everything that cannot be stored is an error beforehand.
 
 Orbax notices only while it writes that it cannot store a leaf, and lets a leaf overwrite another one if their dots and
 slashes join to the same name. Here every leaf is checked first, and all problems are raised together. Nothing is
@@ -44,7 +46,10 @@ _SHOWN_NAMES = 10
 
 
 def save_options(given: Any, names: Sequence[str], casts: Mapping[str, np.dtype]) -> list[ocp.SaveArgs]:
-    """Returns the options of each leaf that is saved; `casts` are for leaves that `given` gives no dtype."""
+    """Returns the options of each saved leaf.
+
+    `casts` are for leaves that `given` gives no dtype.
+    """
     by_name = _by_name(given, names)
     # Orbax takes only an `np.dtype`.
     dtypes = {name: np.dtype(option.dtype) for name, option in by_name.items() if option.dtype is not None}
@@ -81,7 +86,10 @@ _SKIPPED = object()
 
 @dataclasses.dataclass(frozen=True)
 class PreparedSave:
-    """Tree that Orbax can write: of its own types and streamed leaves, which `writer` writes."""
+    """Tree of Orbax's types and streamed leaves.
+
+    `writer` writes the streamed leaves.
+    """
 
     tree: Any
     save_args: Any
@@ -99,7 +107,7 @@ def prepare_save(
     processes: Collection[int] | None = None,
     in_directories: bool = False,
 ) -> PreparedSave:
-    """Checks what is to be saved and makes it ready for Orbax; writes nothing.
+    """Checks a tree and prepares it for Orbax; writes nothing.
 
     Raises an UnsupportedCheckpointError for leaves that Orbax cannot store, and a RestorePlanError for transforms that
     do not fit, a `dtype` that applies to nothing, or names with which the tree could not be opened.
@@ -134,7 +142,10 @@ def prepare_save(
 
 
 def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
-    """Returns the tree to save (a T5X state's state dict, transformed), and its names of or from an `nnx.Param`."""
+    """Returns the tree to save and its names.
+
+    Of a T5X state it is the transformed state dict; names are of or from an `nnx.Param`.
+    """
     item = args.item
     transforms = saved_chain(args.transforms)
     if not transforms:
@@ -155,7 +166,7 @@ def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
 def _written_dtypes(
     dtype: Any, nnx_parameters: Collection[str], names: Sequence[str], leaves: Sequence[Any]
 ) -> dict[str, np.dtype]:
-    """Returns the dtype to write for each floating-point model parameter that has another."""
+    """Returns the dtypes of floating-point parameters to cast."""
     if dtype is None:
         return {}
     wanted = as_dtype(dtype)
@@ -189,7 +200,10 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _nnx_parameters(tree: Any) -> set[str]:
-    """Names of the leaves inside `nnx.Param`s; Flax NNX is never imported for anyone who has not done so."""
+    """Lists the names of leaves inside `nnx.Param`s.
+
+    Flax NNX is never imported for anyone who has not done so.
+    """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return set()
@@ -206,7 +220,7 @@ def _nnx_parameters(tree: Any) -> set[str]:
 
 
 def _savable(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> Any:
-    """Converts a leaf to one that Orbax, or our handler for streamed leaves, takes."""
+    """Converts a leaf for Orbax or our streaming handler."""
     if not isinstance(leaf, LazyArray):
         return leaf
     view = as_view(leaf, name=name)
@@ -227,7 +241,10 @@ def _savable(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) ->
 
 
 def _put_together(treedef: Any, leaves: Sequence[Any], ready: Sequence[Any]) -> Any:
-    """Builds the tree of `leaves` without the skipped ones, which are None below anything but plain dicts."""
+    """Builds the tree of `leaves` without skipped leaves.
+
+    They are None below anything but plain dicts.
+    """
     is_skipped = [leaf is _SKIPPED for leaf in ready]
     if not any(is_skipped):
         return jax.tree_util.tree_unflatten(treedef, leaves)

@@ -17,7 +17,10 @@ from orbax_t5x.handlers.type_handlers.numpy_or_lazy import stock_handler
 
 
 class _InterruptibleHandler:
-    """Type handler that removes what the save has written if an interrupt ends its `serialize`."""
+    """Type handler that cleans up if interrupted in `serialize`.
+
+    It removes what the save has written.
+    """
 
     def __init__(self, handler: Any):
         self._handler = handler
@@ -32,10 +35,16 @@ class _InterruptibleHandler:
 
 
 class StreamingTypeTable:
-    """Table of type handlers with one more than the table below, which it searches anew each time."""
+    """Table of type handlers, with a handler above another table.
+
+    It searches the table below anew each time.
+    """
 
     def __init__(self, below: Any, saves: RunningSaves | None = None):
-        """Initializes a table above another; `saves` takes the checksums of what is written, if given."""
+        """Initializes a table above another.
+
+        `saves` takes the checksums of what is written, if given.
+        """
         self._below = below
         self._saves = saves
         self._streamed = LazyArrayHandler()
@@ -44,7 +53,9 @@ class StreamingTypeTable:
 
     @contextlib.contextmanager
     def remembering(self) -> Iterator[None]:
-        """Caches lookups meanwhile: Orbax makes several for each leaf of a save, while its caller waits.
+        """Caches lookups meanwhile.
+
+        Orbax makes several for each leaf of a save, while its caller waits.
 
         Otherwise handlers may be registered at any time.
         """
@@ -55,7 +66,7 @@ class StreamingTypeTable:
             self._found = None
 
     def get(self, ty: Any) -> Any:
-        """Returns the handler for a type, or for the text by which a type is recorded."""
+        """Returns the handler for a type or its recorded text."""
         found = self._found
         if found is None:
             return self._get(ty)

@@ -1,1 +1,4 @@
-"""Writes single leaves: lazy arrays chunk by chunk, with checksums, and their type handlers for Orbax."""
+"""Writes single leaves: lazy arrays by chunk, with checksums.
+
+Their type handlers for Orbax are here, too.
+"""

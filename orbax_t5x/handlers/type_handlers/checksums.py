@@ -1,4 +1,6 @@
-"""The checksums of what a save writes: made while Orbax writes, from what it writes, and left beside it.
+"""Checksums of a save's written bytes.
+
+They are made while Orbax writes, and left beside its files.
 
 Orbax's own type handlers write; a `SummedHandler` around each sums the same elements in the background.
 Each process sends the boxes that it wrote (of a `jax.Array`, the shards with replica 0) to the process that finalizes,
@@ -32,7 +34,9 @@ _CAST_BYTES = 1 << 22
 
 
 class SaveSums:
-    """The checksums that this process has made for one save; filled from any thread.
+    """This process's checksums of a save.
+
+    They are filled from any thread.
 
     With `later`, what is to be summed is kept for `sum_kept`. Summing holds the interpreter much of the time, so an
     asynchronous save first gives its caller the control back.
@@ -46,15 +50,18 @@ class SaveSums:
         self._boxes: dict[str, dict[Box, int]] = {}
 
     def keep(self, held: Iterable[HostCopy]) -> None:
-        """Keeps what is to be summed."""
+        """Keeps copies for later sums."""
         self._kept.extend(held)
 
     def sum_kept(self) -> None:
-        """Sums what was kept, and lets go of it."""
+        """Sums the kept copies, and lets go of them."""
         sum_copies(self._kept, self)
 
     def add(self, key: str, shape: Sequence[int], dtype: str, box: Box, crc: int) -> None:
-        """Notes the checksum of one box of an array, by the key under which Orbax stores it."""
+        """Notes the checksum of a box of an array.
+
+        By the key under which Orbax stores the array.
+        """
         with self._lock:
             self._arrays[key] = tuple(shape), dtype
             self._boxes.setdefault(key, {})[box] = crc
@@ -76,14 +83,20 @@ class SaveSums:
 
 
 class RunningSaves:
-    """Saves whose leaves Orbax is handing to type handlers, by directory, by which handlers know a save."""
+    """Saves by directory, during Orbax's calls of type handlers.
+
+    By the directory these know a save.
+    """
 
     def __init__(self) -> None:
         self._saves: dict[str, SaveSums] = {}
 
     @contextlib.contextmanager
     def of(self, directory: epath.Path, *, later: bool) -> Iterator[SaveSums]:
-        """Registers a save into a directory while Orbax hands over its leaves; `later`: see `SaveSums`."""
+        """Registers a save while Orbax hands over its leaves.
+
+        `later`: see `SaveSums`.
+        """
         sums = self._saves[str(directory)] = SaveSums(later=later)
         try:
             yield sums
@@ -96,7 +109,10 @@ class RunningSaves:
 
 
 class HostCopy(NamedTuple):
-    """Copy on the host, or on its way there, of the boxes of an array that Orbax writes, to compute checksums from."""
+    """Host copy of an array's written boxes, for checksums.
+
+    It may be on its way there.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -106,7 +122,10 @@ class HostCopy(NamedTuple):
 
 
 class SummedHandler:
-    """One of Orbax's type handlers; its `serialize` sums what is written, and everything else is the handler's own."""
+    """Orbax type handler with a summing `serialize`.
+
+    Everything else is the handler's own.
+    """
 
     def __init__(self, handler: Any, saves: RunningSaves):
         self._handler = handler
@@ -134,7 +153,10 @@ class SummedHandler:
 
 
 class CopiedArray(np.ndarray):
-    """Copy of an array that only this save holds; copying it once more returns it."""
+    """Copy of an array that only this save holds.
+
+    Copying it once more returns it.
+    """
 
     @classmethod
     def of(cls, value: np.ndarray) -> CopiedArray:
@@ -147,14 +169,17 @@ class CopiedArray(np.ndarray):
 
 @functools.cache
 def summed_types() -> frozenset[type]:
-    """Returns the types of Orbax's handlers whose written bytes are known."""
+    """Lists the types of Orbax's handlers with known bytes."""
     known = ocp.type_handlers
     arrays = known.ArrayHandler, known.SingleReplicaArrayHandler
     return frozenset((*arrays, known.NumpyHandler, known.ScalarHandler, known.StringHandler))
 
 
 def copies_to_host(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[HostCopy]:
-    """Yields copies of the boxes of a leaf that this process writes; a NumPy array must be a `CopiedArray`."""
+    """Yields copies of the boxes that this process writes.
+
+    A NumPy array must be a `CopiedArray`.
+    """
     if isinstance(value, jax.Array):
         array = jax.random.key_data(value) if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key) else value
         dtype = np.dtype(array.dtype if arg.dtype is None else arg.dtype)
@@ -175,7 +200,10 @@ def copies_to_host(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[HostCop
 
 @functools.lru_cache(maxsize=4096)  # as many layouts of arrays as Orbax remembers
 def written_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Returns the boxes of an array that are written, by device: each once, by the first device with it (replica 0)."""
+    """Lists the written boxes of an array by device.
+
+    Each comes once, by the first device with it (replica 0).
+    """
     first: dict[Box, Any] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         box = tuple(side.indices(size)[:2] for side, size in zip(index or (), shape, strict=True))
@@ -184,7 +212,10 @@ def written_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> di
 
 
 def start_transfers(values: Sequence[Any], infos: Sequence[Any]) -> None:
-    """Starts copying shards from accelerators, as Orbax does: all are started before one is awaited."""
+    """Starts copying shards from accelerators.
+
+    As Orbax does, all are started before any is awaited.
+    """
     for value, info in zip(values, infos, strict=True):
         if isinstance(value, jax.Array) and not jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
             boxes = written_boxes(value.sharding, value.shape)
@@ -195,7 +226,9 @@ def start_transfers(values: Sequence[Any], infos: Sequence[Any]) -> None:
 
 
 def _to_host(devices: Iterable[Any], info: Any) -> Callable[[jax.Array], Any]:
-    """Returns the function that copies a shard on one of these devices, so that the caller may donate the shard.
+    """Returns the function that copies a device's shard.
+
+    The caller may donate the shard.
 
     `np.asarray` gives the very copy that Orbax writes from, on CPU the shard's own memory: JAX keeps one for each
     shard. Orbax's copy in pinned memory cannot be had, so that is made once more, while the caller goes on. Where Orbax
@@ -224,7 +257,7 @@ async def _sum_soon(held: list[HostCopy], sums: SaveSums) -> None:
 
 
 def sum_copies(held: list[HostCopy], sums: SaveSums) -> None:
-    """Sums what is held, and lets go of it, one array after the other."""
+    """Sums the held arrays in turn, and lets go of them."""
     held.reverse()
     while held:
         one = held.pop()

@@ -1,4 +1,6 @@
-"""Type handler that writes a lazy array chunk by chunk, as the NumPy array of its values, which anyone restores.
+"""Type handler that writes a lazy array chunk by chunk.
+
+It is stored as the NumPy array of its values, which anyone restores.
 
 The layout of what is written is Orbax's own, from its function for it; only the shape of the chunks is chosen here.
 """
@@ -18,7 +20,7 @@ from orbax_t5x.lazy.chunks import ChunkPreferences
 
 
 class StreamedLeaf:
-    """A leaf of a tree that is being saved: a view, and the writer of the save that it belongs to."""
+    """A view in a tree to save, and the save's writer."""
 
     __slots__ = ("chunks", "name", "view", "writer")
 

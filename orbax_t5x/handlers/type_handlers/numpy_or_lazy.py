@@ -1,4 +1,6 @@
-"""A type handler for NumPy arrays and lazy ones, which replaces the one for NumPy arrays in a table of Orbax's.
+"""Type handler for NumPy and lazy arrays.
+
+It replaces the handler for NumPy arrays in a table of Orbax's.
 
 On disk a lazy array is the NumPy array of its values, recorded as such: anyone restores it. It is read and written
 chunk by chunk in bounded memory, by each process its work share of the chunks. All other leaves go to the replaced
@@ -31,14 +33,17 @@ from orbax_t5x.trees.pytree_names import leaf_name
 
 @dataclasses.dataclass(frozen=True)
 class LazySaveSettings:
-    """Settings for writing lazy arrays: those of `register_type_handlers`, for each save."""
+    """Settings for writing lazy arrays, for each save.
+
+    They are those of `register_type_handlers`.
+    """
 
     memory_limit_bytes: int | None = None
     progress: Progress | None = None
     active_processes: Collection[int] | None = None
 
     def writer(self) -> ChunkWriter:
-        """Returns the writer for one save."""
+        """Returns the writer for a save."""
         return ChunkWriter(self.memory_limit_bytes, self.progress, processes=self.active_processes)
 
 
@@ -48,7 +53,9 @@ def is_numpy_or_lazy(leaf_type: Any) -> bool:
 
 
 class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
-    """Type handler for NumPy arrays, as the handler `below`, and for lazy arrays, in chunks.
+    """Handler for NumPy arrays, and for lazy arrays in chunks.
+
+    NumPy arrays go to the handler `below`.
 
     Several `settings` may be active; the last one is used.
     """
@@ -88,7 +95,7 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
         return futures
 
     def _streamable(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[ocp.SaveArgs]) -> list[Any]:
-        """Leaves as one of the two handlers takes them."""
+        """Sorts leaves by the handler that takes them."""
         lazy = [
             (_name_of_info(info), value)
             for value, info in zip(values, infos, strict=True)
@@ -104,7 +111,10 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
         ]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
-        """Reads arrays; those whose `restore_type` is `LazyArray` are opened, and read by the caller."""
+        """Reads arrays, or opens them as `LazyArray`.
+
+        `restore_type` tells; the caller reads opened arrays.
+        """
         args = args or [ocp.RestoreArgs()] * len(infos)
         is_lazy = [isinstance(arg.restore_type, type) and issubclass(arg.restore_type, LazyArray) for arg in args]
         stock = [at for at, lazy in enumerate(is_lazy) if not lazy]
@@ -126,18 +136,24 @@ async def _fail(error: ValueError) -> None:
 
 
 def stock_handler(handler: Any) -> Any:
-    """Returns the handler below one of ours, and any other handler as it is."""
+    """Returns the stock handler below our handler.
+
+    Any other handler is returned as it is.
+    """
     return handler.below if isinstance(handler, NumpyOrLazyHandler) else handler
 
 
 def _name_of_info(info: Any) -> str:
-    """Returns the '/'-joined name of a leaf; older versions of Orbax give a handler only the key."""
+    """Returns the '/'-joined name of a leaf.
+
+    Older versions of Orbax give a handler only the key.
+    """
     keypath = getattr(info, "keypath", None)
     return info.name if keypath is None else leaf_name(keypath)
 
 
 def _streamable(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any:
-    """Converts a leaf to one that the streaming or the stock handler takes."""
+    """Converts a leaf for the streaming or the stock handler."""
     if not isinstance(value, LazyArray):
         return value
     view = as_view(value, name=name)
@@ -153,7 +169,7 @@ def _streamable(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -
 
 
 def _open_views(infos: Sequence[Any]) -> list[View]:
-    """Opens the leaves that Orbax names by the keys under which it stores them."""
+    """Opens leaves by their stored keys."""
     opened: dict[str, Checkpoint] = {}
     views: list[View] = []
     for info in infos:

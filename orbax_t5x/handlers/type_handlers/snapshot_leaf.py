@@ -1,4 +1,6 @@
-"""Arrays in memory as they are when an asynchronous save begins, for views over them that are written later.
+"""Snapshots of arrays in memory for asynchronous saves.
+
+Views over them are written later, with the values at the save's begin.
 
 The caller of an asynchronous save may overwrite NumPy arrays, and donate `jax.Array`s, as soon as it returns. NumPy
 arrays are copied; of a `jax.Array` the host's copy of each shard that is replica 0 is kept, which on CPU is the shard's
@@ -45,13 +47,19 @@ def _copies(value: Any, array: np.ndarray) -> Iterable[tuple[Box, np.ndarray]]:
 
 
 def spans_processes(view: View) -> bool:
-    """Returns True if a view is made of an array in memory that spans processes."""
+    """Tests if a view has an array that spans processes.
+
+    The array is in memory.
+    """
     values = [leaf.value for leaf in view.leaves() if isinstance(leaf, ValueLeaf)]
     return any(isinstance(value, jax.Array) and not value.is_fully_addressable for value in values)
 
 
 def snapshot_values(view: View, snapshots: dict[Leaf, Leaf]) -> None:
-    """Copies the arrays in memory that a view is made of, each once, into `snapshots`, which are read instead."""
+    """Copies a view's arrays in memory into `snapshots`.
+
+    Each is copied once; the copies are read instead.
+    """
     for leaf in view.leaves():
         if isinstance(leaf, ValueLeaf) and leaf not in snapshots:
             snapshots[leaf] = SnapshotLeaf(leaf)

@@ -1,4 +1,6 @@
-"""Streams lazy arrays into a checkpoint: read chunk by chunk, written chunk by chunk, never whole.
+"""Streams lazy arrays into a checkpoint, chunk by chunk.
+
+They are never whole in memory.
 
 A view is cut into the chunks of the stored array, and each block is read into a buffer and handed to TensorStore. One
 byte budget bounds buffers, scratch and the encoded copies that TensorStore holds until they are on disk: at most
@@ -44,11 +46,17 @@ class BlockOutput(Protocol):
     """Stored array that is written box by box."""
 
     async def write(self, box: Box, data: np.ndarray) -> None:
-        """Writes one box; a write that has begun goes on to its end. Several boxes may be written at once."""
+        """Writes a box.
+
+        A write that has begun goes on to its end. Several boxes may be written at once.
+        """
 
 
 class WriteJob(NamedTuple):
-    """Lazy array to write; `output` makes the stored array, from the shape of its chunks and TensorStore's context."""
+    """Lazy array to write.
+
+    `output` makes the stored array, from the shape of its chunks and TensorStore's context.
+    """
 
     view: View
     name: str
@@ -60,7 +68,9 @@ class WriteJob(NamedTuple):
 
 
 class ChunkWriter:
-    """Writer of the lazy arrays of one save; it reads `snapshots` of leaves in memory, as they were at its begin.
+    """Writer of the lazy arrays of a save.
+
+    It reads `snapshots` of leaves in memory, as they were at its begin.
 
     Jobs come from Orbax, which knows where arrays go. They are written at once in Orbax's background thread, or,
     deferred, when `run_deferred` is called: a long write that the caller waits for must be stoppable by an interrupt,
@@ -76,7 +86,10 @@ class ChunkWriter:
         sums: SaveSums | None = None,
         processes: Collection[int] | None = None,
     ):
-        """Initializes a writer; `deferred` jobs wait for `run_deferred`, and `processes` divide the chunks."""
+        """Initializes a writer.
+
+        `deferred` jobs wait for `run_deferred`, and `processes` divide the chunks.
+        """
         check_memory_limit(memory_limit_bytes)
         limit = memory_limit(memory_limit_bytes)
         check_progress(progress)
@@ -90,7 +103,10 @@ class ChunkWriter:
         self._jobs: list[WriteJob] = []
 
     def check_processes(self) -> None:
-        """Refuses unknown processes, whose chunks would not be written; JAX may not know their number earlier."""
+        """Refuses unknown processes, for chunks would be missing.
+
+        JAX may not know their number earlier.
+        """
         count = jax.process_count()
         unknown = sorted(process for process in self._processes or () if process >= count)
         if unknown:
@@ -104,7 +120,10 @@ class ChunkWriter:
         self._jobs.extend(jobs)
 
     def run_deferred(self) -> None:
-        """Writes the deferred jobs and waits; an interrupt stops the writing, and is raised when it has stopped."""
+        """Writes the deferred jobs and waits.
+
+        An interrupt stops the writing, and is raised when it has stopped.
+        """
         jobs, self._jobs = self._jobs, []
         if jobs:
             # Orbax has written already. While it writes, all must share its context, and so one view of the database.
@@ -113,7 +132,9 @@ class ChunkWriter:
                 thread.run(self.write([job._replace(context=context) for job in jobs]))
 
     async def write(self, jobs: Sequence[WriteJob]) -> None:
-        """Writes lazy arrays; returns when they are on disk and agree with their source's checksums.
+        """Writes lazy arrays to disk and compares checksums.
+
+        It returns when they are on disk and agree with their source's checksums.
 
         When it raises, nothing is being written any more.
         """
@@ -152,7 +173,7 @@ def memory_of_block(view: View, box: Box) -> int:
 
 
 def _check_numbers(processes: Any) -> None:
-    """Refuses values that are not numbers of processes; None means all."""
+    """Checks numbers of processes; None means all."""
     if processes is None:
         return
     numbers = processes if isinstance(processes, Collection) else [processes]
@@ -174,7 +195,7 @@ def own_context(limit: int) -> ts.Context:
 
 
 class TensorStoreArray(BlockOutput):
-    """TensorStore array that a view is written to; opened with its first block."""
+    """TensorStore array for a view, opened with its first block."""
 
     def __init__(self, spec: dict[str, Any], context: ts.Context | None):
         self._spec = spec

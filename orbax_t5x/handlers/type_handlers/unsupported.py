@@ -1,4 +1,6 @@
-"""Finds leaves of types and dtypes that Orbax cannot store, before it tries.
+"""Finds leaves that Orbax cannot store.
+
+By their types and dtypes, before Orbax tries.
 
 There is no list of types here: TensorStore decides about dtypes, and the table of type handlers about types.
 """
@@ -26,7 +28,9 @@ _PYTHON_VALUES = (bool, int, float, complex, bytes)
 def check_leaves(
     names: Sequence[str], leaves: Sequence[Any], registry: Any, *, skip: bool | None
 ) -> dict[str, tuple[Any, str]]:
-    """Returns the leaves to leave out, with shape and dtype; raises one error for all unless `skip` allows it.
+    """Lists the leaves to leave out, with shape and dtype.
+
+    A single error for all is raised unless `skip` allows it.
 
     `skip` is None where the save has no such option.
     """
@@ -58,7 +62,10 @@ def check_leaves(
 
 
 def _unsupported_reason(leaf: Any, has: Callable[[type], bool]) -> str | None:
-    """Returns the reason why Orbax cannot store a leaf, or None; `has(type)` is True for types with a handler."""
+    """Returns why Orbax cannot store a leaf, or None.
+
+    `has(type)` is True for types with a handler.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "is abstract: it has no values"
     if leaf is Ellipsis or isinstance(leaf, str):
@@ -77,7 +84,10 @@ def _unsupported_reason(leaf: Any, has: Callable[[type], bool]) -> str | None:
 
 
 def _array_like(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape and dtype of an array, of the array that a Python value makes, or of any object."""
+    """Returns the shape and dtype of a leaf's array.
+
+    The leaf is an array, a Python value or any object.
+    """
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return shape, dtype
@@ -85,7 +95,10 @@ def _array_like(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _unsupported_dtype_reason(leaf: Any, dtype: np.dtype) -> str:
-    """Returns the reason why Orbax cannot store a leaf of a dtype that its array formats lack."""
+    """Returns why Orbax cannot store a leaf's dtype, or None.
+
+    Its array formats lack the dtype.
+    """
     if isinstance(leaf, int):
         return "is an integer that does not fit into 64 bits"
     if dtype.kind == "S":
@@ -100,7 +113,10 @@ def _unsupported_dtype_reason(leaf: Any, dtype: np.dtype) -> str:
 
 @functools.cache
 def is_storable(dtype: np.dtype) -> bool:
-    """Returns True if TensorStore can write this dtype in the array formats that Orbax uses."""
+    """Tests if Orbax's array formats take this dtype.
+
+    TensorStore writes it.
+    """
     name = dtype.newbyteorder("=").name
     spec = {"driver": "zarr", "kvstore": "memory://", "dtype": name, "schema": {"domain": {"shape": [1]}}}
     try:

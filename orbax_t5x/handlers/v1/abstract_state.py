@@ -1,4 +1,4 @@
-"""The target that Orbax v1 loads into, with the options of the restore."""
+"""Orbax v1's load target, with the options of the restore."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AbstractTrainState(RestoreOptions):
 
 
 def plain_target(target: Any) -> Any:
-    """Converts a target of Orbax v1 to one of `orbax_t5x.restore`.
+    """Converts a target of Orbax v1 for `orbax_t5x.restore`.
 
     Raises:
       TypeError: it is an `AbstractTrainState`.

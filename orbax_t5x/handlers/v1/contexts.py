@@ -1,4 +1,7 @@
-"""The Orbax context in which train states are saved and loaded, and the registration for tools that make their own."""
+"""Orbax contexts for train states, and the registration.
+
+The registration is for tools that make their own contexts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ def context(
     provenance: Sequence[Mapping[str, Any]] | None = None,
     on_unsupported: Literal["error", "skip"] | None = None,
 ) -> v1.Context:
-    """Makes a context for Orbax v1 with a registry of its own that has our handler.
+    """Makes a context for Orbax v1 with our handler.
+
+    Its registry is its own.
 
     In it `ocp.save` and all other functions of Orbax save trees with our handler, under whatever name, and load
     what is wrapped in an `AbstractTrainState`. Handlers of your own keep what they can handle. Set further options on
@@ -67,7 +72,9 @@ def context(
 
 
 def register() -> Callable[[], None]:
-    """Registers our handler with Orbax for the whole process, for tools that make their own `ocp.Context`.
+    """Registers our handler with Orbax for the whole process.
+
+    For tools that make their own `ocp.Context`.
 
     Contexts and `training.Checkpointer`s made after it save trees with our handler, and load what is wrapped in an
     `AbstractTrainState`, as inside `orbax_t5x.v1.context`; those made before stay as they are. Handlers of others
@@ -90,7 +97,7 @@ def register() -> Callable[[], None]:
 
 
 class _Registration:
-    """Our handler in Orbax's global registry, for as long as somebody wants it there."""
+    """Our handler in Orbax's global registry, counted by users."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -132,7 +139,9 @@ _ENTERED: ContextVar[tuple[tuple[v1.Context, Any], ...]] = ContextVar("orbax_t5x
 
 # Orbax marks its class final; nothing but a subclass can be entered again.
 class _ReenteredContext(v1.Context):  # pyright: ignore[reportGeneralTypeIssues]
-    """A context that can be entered again while it is active, in the same task or another.
+    """Context that can be entered again while it is active.
+
+    In the same task or another.
 
     `training.Checkpointer` enters the active context in each call. Orbax's own forgets then that it was active before,
     and whatever follows in the same `with` has Orbax's defaults.
@@ -154,7 +163,10 @@ class _ReenteredContext(v1.Context):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def _handler_of(registry: v1.handlers.CheckpointableHandlerRegistry) -> type[V1TrainStateHandler]:
-    """Returns the last of our handlers in a registry, with the options of the context that made it."""
+    """Returns the last of our handlers in a registry.
+
+    It has the options of the context that made it.
+    """
     ours = [cls for cls, _ in registry.get_all_entries() if issubclass(cls, V1TrainStateHandler)]
     return ours[-1] if ours else V1TrainStateHandler
 
@@ -167,7 +179,9 @@ def _handler_with(given: Mapping[str, Any], handler: type[V1TrainStateHandler]) 
 def _with_handler(
     given: v1.handlers.CheckpointableHandlerRegistry, handler: type[V1TrainStateHandler]
 ) -> v1.handlers.CheckpointableHandlerRegistry:
-    """Makes a registry like the given one with our handler in the position of `PyTreeHandler`, before users' handlers.
+    """Copies a registry with our handler for `PyTreeHandler`.
+
+    It comes before users' handlers.
 
     Of handlers that can handle something, Orbax takes the last. `PyTreeHandler` stays, for trees that are loaded
     without a plan. What it saved is ours to load, whatever its name: so our handler claims its recorded types.

@@ -1,4 +1,4 @@
-"""The handler for checkpointables of Orbax v1: Orbax's handler for trees writes, our plan loads.
+"""Handler of Orbax v1: Orbax writes trees, our plan loads.
 
 Orbax makes a handler anew for each use, from only its class. So there is no state here but the options of the context
 (`orbax_t5x.v1.context`), which makes a class with them; what is known of a run is kept for the whole process
@@ -36,7 +36,10 @@ from orbax_t5x.trees.pytree_names import leaf_name
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SaveOptions:
-    """Options of all saves of a context; the fields are those of `orbax_t5x.args.TrainStateSave`."""
+    """Options of all saves of a context.
+
+    The fields are those of `orbax_t5x.args.TrainStateSave`.
+    """
 
     checksums: bool = True
     provenance: Sequence[Mapping[str, Any]] | None = None
@@ -44,7 +47,9 @@ class SaveOptions:
 
 
 class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
-    """Saves train states and other trees as plain Orbax; loads a checkpoint of any format into one.
+    """Handler that saves plain Orbax and loads any format.
+
+    It saves train states and other trees.
 
     It is public as `orbax_t5x.v1.TrainStateHandler`; `orbax_t5x.v1.context` registers it. Saving is `PyTreeHandler`'s;
     added are checks before anything is written, checksums, and the record of provenance. A T5X train state is written
@@ -73,7 +78,9 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
     # -- saving
 
     async def save(self, directory: v1.path.PathAwaitingCreation, checkpointable: Any) -> Awaitable[None]:
-        """Checks everything, copies what is on devices, and returns the rest; see `v1.CheckpointableHandler`.
+        """Checks and copies a state; returns the rest of the save.
+
+        See `v1.CheckpointableHandler`.
 
         Raises:
           UnsupportedCheckpointError: leaves that Orbax cannot store, by name; nothing was written.
@@ -115,7 +122,9 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
     # -- loading
 
     async def load(self, directory: epath.Path, abstract_checkpointable: Any | None = None) -> Awaitable[Any]:
-        """Loads into what is abstract, or, where that is None, what was saved; see `v1.CheckpointableHandler`.
+        """Loads into an abstract tree, or everything if it is None.
+
+        See `v1.CheckpointableHandler`.
 
         Raises:
           CheckpointError: what `orbax_t5x.restore` raises.
@@ -142,7 +151,10 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         return await self._orbax.metadata(directory)
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Returns True for a tree that can be saved, and for one that contains itself: the error is that of `save`."""
+        """Tests if a tree can be saved.
+
+        True also for a tree that contains itself: the error is that of `save`.
+        """
         try:
             require_levels(checkpointable)
         except EndlessTreeError:
@@ -150,19 +162,27 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         return is_train_state(checkpointable) or self._orbax.is_handleable(checkpointable)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
-        """Returns True for what is loaded by a plan; Orbax's own handler loads into all other trees."""
+        """Tests if a plan loads the tree.
+
+        Orbax's own handler loads into all other trees.
+        """
         return isinstance(abstract_checkpointable, AbstractTrainState) or is_train_state(abstract_checkpointable)
 
 
 class AnyTreeHandler(V1TrainStateHandler):
-    """Handler that also claims trees no handler can save; `orbax_t5x.v1.context` has Orbax try it after all others.
+    """Handler that also claims trees no handler can save.
+
+    `orbax_t5x.v1.context` has Orbax try it last.
 
     Orbax's own error for such a tree is that it has no handler. Here the error names the leaves that cannot be stored,
     or they are left out.
     """
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Returns True for a tree with leaves of any type that is not a leaf itself."""
+        """Tests for a tree with leaves of any type.
+
+        It is not a leaf itself.
+        """
         try:
             is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(checkpointable))
         except Exception:  # of a stranger's class, or of keys that cannot be sorted
@@ -171,7 +191,7 @@ class AnyTreeHandler(V1TrainStateHandler):
 
 
 class _StoredTypes:
-    """Table of the types of leaves that Orbax's handler for trees can store."""
+    """Table of the leaf types that Orbax's tree handler stores."""
 
     def __init__(self, orbax: v1.handlers.PyTreeHandler, leaves: Sequence[Any]):
         one_of = {type(leaf): leaf for leaf in leaves}
@@ -182,7 +202,10 @@ class _StoredTypes:
 
 
 class _LoadedValue:
-    """Awaitable of a loaded value; it does not warn if it is never awaited because something else failed."""
+    """Awaitable of a loaded value.
+
+    It does not warn if it is never awaited because something else failed.
+    """
 
     def __init__(self, value: Any):
         self._value = value

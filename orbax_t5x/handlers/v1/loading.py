@@ -31,7 +31,9 @@ from orbax_t5x.transforms.patterns.table import Pattern
 
 @guarded
 def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.Context) -> Any:
-    """Loads the checkpointable of a directory, or the target's `source` instead, by all processes together.
+    """Loads a directory's checkpointable, or the `source`.
+
+    The `source` is the target's. All processes load together.
 
     Raises:
       CheckpointError: as `orbax_t5x.restore` does.
@@ -81,7 +83,9 @@ def load_and_transform(
     broadcast: BroadcastMode = RestoreOptions.broadcast,
     fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
 ) -> Any:
-    """Loads a checkpoint of any format into a target, transformed on the way: `orbax_t5x.restore` among v1's functions.
+    """Loads any format into a target, transformed on the way.
+
+    It is `orbax_t5x.restore` among v1's functions.
 
     It works inside any Orbax context and outside; of the active one, `memory.read_concurrent_bytes` bounds the host
     buffers.
@@ -124,7 +128,7 @@ def load_and_transform(
 
 
 def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """Returns the value that is given under one of two names."""
+    """Returns the value that is given under either name."""
     if value is not _NOT_GIVEN and other is not _NOT_GIVEN:
         raise TypeError(f"{other_name}= is another name of {name}: pass one of the two")
     return value if other is _NOT_GIVEN else other

@@ -1,4 +1,4 @@
-"""Orbax v1 names used beyond its documented interface, in one place.
+"""Orbax v1 names used beyond its documented interface.
 
 A handler must obey the options of the context that is active, and Orbax exports no function that returns it; a handler
 that is registered for the whole process cannot be removed by a documented name; the manager inside a
@@ -22,30 +22,39 @@ from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
 
 def active_context() -> v1.Context:
-    """Returns the context of the innermost `with ocp.Context()` of this thread, or one with Orbax's defaults."""
+    """Returns this thread's innermost context, or Orbax's default."""
     return get_context()
 
 
 def global_entries() -> list[tuple[type[v1.CheckpointableHandler], str | None]]:
-    """Returns the list of handlers, with names, that Orbax has for the whole process: the list itself, to change it."""
+    """Returns Orbax's own list of global handlers, with names.
+
+    It may be changed.
+    """
     entries = v1.handlers.global_registry().get_all_entries()
     assert isinstance(entries, list)
     return entries
 
 
 def manager_of(checkpointer: v1.training.Checkpointer) -> ocp.CheckpointManager:
-    """Returns the manager by which a `Checkpointer` lists its steps and waits for its saves."""
+    """Returns the manager of a `Checkpointer`.
+
+    It lists steps and waits for saves.
+    """
     return checkpointer._manager
 
 
 def recorded_type() -> str:
-    """Returns the type that Orbax records for a tree that its own handler has saved."""
+    """Returns Orbax's recorded type of a tree by its own handler."""
     return f"{v1.handlers.PyTreeHandler.__module__}.{v1.handlers.PyTreeHandler.__qualname__}"
 
 
 @contextlib.contextmanager
 def recording(handler: v1.handlers.PyTreeHandler, custom_metadata: Mapping[str, Any] | None) -> Generator[None]:
-    """Has saves of a handler record metadata of the user in the checkpointable's metadata file."""
+    """Makes a handler's saves record the user's metadata.
+
+    It is in the checkpointable's metadata file.
+    """
     inner: Any = handler._handler_impl
     save = inner.async_save
 
@@ -60,7 +69,10 @@ def recording(handler: v1.handlers.PyTreeHandler, custom_metadata: Mapping[str, 
 
 
 def stored_dtype(context: v1.Context, path: tuple[Any, ...], value: Any) -> Any:
-    """Returns the dtype in which Orbax stores a leaf by the options of a save's context, or None for its own."""
+    """Returns the stored dtype of a leaf, or None for its own.
+
+    By the options of a save's context.
+    """
     saving = context.array.saving
     of_leaf = saving.scoped_storage_options_creator
     options = None if of_leaf is None else of_leaf(path, value)
@@ -71,7 +83,10 @@ def stored_dtype(context: v1.Context, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def transfer_limit(context: v1.Context) -> int | None:
-    """Returns how many bytes a save may move from devices at a time by a context's options, or None for any number."""
+    """Returns the most bytes that a save moves together, or None.
+
+    They move from devices; None: any number.
+    """
     regulator = getattr(context.memory, "regulator_options", None)
     if regulator is not None:
         return regulator.regulator.current_limit_bytes
@@ -79,11 +94,17 @@ def transfer_limit(context: v1.Context) -> int | None:
 
 
 def goes_through_pinned_memory(context: v1.Context) -> bool:
-    """Returns True if a save moves arrays through pinned host memory, as Orbax does on GPUs by default."""
+    """Tests if a save uses pinned host memory.
+
+    Orbax does on GPUs by default.
+    """
     given = context.array.saving.enable_pinned_host_transfer
     return jax.default_backend() == "gpu" if given is None else given
 
 
 def writes_directories(context: v1.Context) -> bool:
-    """Returns True if a save gives each array a directory of its own, instead of keys in an OCDBT database."""
+    """Tests if a save gives each array its own directory.
+
+    Otherwise arrays are keys in an OCDBT database.
+    """
     return not context.array.saving.use_ocdbt

@@ -1,4 +1,4 @@
-"""Adds checksums to what a save of Orbax v1 writes.
+"""Adds checksums to a save of Orbax v1.
 
 Orbax's handler for trees writes, and hides what it writes with. So
 the leaves are held and summed here while it writes, and when it is done, the process that finalizes makes one file of
@@ -51,7 +51,9 @@ class _StoredLeaf(NamedTuple):
 
 
 def copy_tree_to_host(tree: Any, context: v1.Context) -> tuple[Any, list[HostCopy]]:
-    """Copies what this process writes of a tree that Orbax saves, for its checksums.
+    """Copies the parts that this process writes, for checksums.
+
+    They are of a tree that Orbax saves.
 
     Returns:
       The tree to give to Orbax, whose NumPy arrays are copies, and the copies for the checksums.
@@ -70,7 +72,9 @@ def copy_tree_to_host(tree: Any, context: v1.Context) -> tuple[Any, list[HostCop
 
 
 class RunningSave:
-    """Save whose files Orbax's handler writes in the background; awaiting it adds our files.
+    """Save that Orbax writes in the background.
+
+    Awaiting it adds our files.
 
     Attributes:
       commit_futures: Orbax's, which cancels them where a save is stopped.
@@ -115,7 +119,10 @@ async def finish(
 
 
 def _end(written: Awaitable[None]) -> None:
-    """Waits until Orbax writes no more; where it is cancelled it leaves writers behind for a while."""
+    """Waits until Orbax writes no more.
+
+    If it is cancelled, it leaves writers behind for a while.
+    """
     for future in getattr(written, "commit_futures", ()):
         with contextlib.suppress(Exception):
             future.result()
