@@ -18,7 +18,7 @@ from orbax_t5x.lazy.mapped import AffineFunction, MappedNode
 from orbax_t5x.lazy.node import LeafNode, Lowering, Node
 from orbax_t5x.lazy.pad import PadNode
 from orbax_t5x.lazy.read import group_reads, read_leaves
-from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify, counting_reads
 from orbax_t5x.lazy.reshape import JoinNode, SplitNode
 from orbax_t5x.lazy.scaled import ScaledNode
 from orbax_t5x.lazy.several import add_low_rank, all_equal, average, concatenate, pad, scaled, stack
@@ -66,6 +66,7 @@ __all__ = [
     "box_slices",
     "broadcast_to",
     "concatenate",
+    "counting_reads",
     "fill",
     "full_box",
     "group_reads",

@@ -18,7 +18,7 @@ from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, Leaf, Request
 from orbax_t5x.lazy.node import Lowering, Node
-from orbax_t5x.lazy.read_stats import ReadStats, Verify
+from orbax_t5x.lazy.read_stats import ReadStats, Verify, note_read
 from orbax_t5x.lazy.value import ValueLeaf
 from orbax_t5x.storage.interface import StoredFile
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
@@ -158,6 +158,7 @@ def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "
             stored.append((leaf, requests))
     if stored:
         run_on_read_thread(read_leaves(stored, stats))
+        note_read(stats)
     for leaf, one in lowered:
         with naming_memory_errors(leaf.path, leaf.name):
             for finish in one.finish:

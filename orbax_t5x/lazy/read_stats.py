@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import threading
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from orbax_t5x.concurrency import Budget
@@ -90,6 +93,26 @@ class ReadStats:
         Their counters are added to these, too.
         """
         return _ScopedStats(self)
+
+
+_counting: contextvars.ContextVar[ReadStats | None] = contextvars.ContextVar("_counting", default=None)
+
+
+@contextlib.contextmanager
+def counting_reads() -> Iterator[ReadStats]:
+    """Counts all that `get` and `np.asarray` of views read in this context, until it ends."""
+    stats = ReadStats()
+    token = _counting.set(stats)
+    try:
+        yield stats
+    finally:
+        _counting.reset(token)
+
+
+def note_read(stats: ReadStats) -> None:
+    """Adds what was read to the count of the context, if there is a count."""
+    if (counting := _counting.get()) is not None:
+        counting.count(stats.bytes_read, stats.gap_bytes, stats.fill_chunks)
 
 
 class _ScopedStats(ReadStats):

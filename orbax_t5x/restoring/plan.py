@@ -225,6 +225,8 @@ class RestorePlan:
       fallback: computes what a fallback function computes with JAX, or None.
       is_fill_expected: whether the caller named the leaves that the fallback may fill (`fallback_for`).
       found_rules: the transforms that `"auto"` found; `print(plan)` shows them as code to paste.
+      bytes_read_at_planning: bytes of array data that transforms read while the plan was made, counted as in a report;
+        `bytes_to_read` does not have them.
       report: after `execute`, what was read and checked.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
       rest: the transforms that are applied where the first of the list were applied before, else None.
@@ -252,6 +254,7 @@ class RestorePlan:
         fallback: Compute | None,
         is_fill_expected: bool = False,
         found_rules: Sequence[AnyTransform] = (),
+        bytes_read_at_planning: int = 0,
     ):
         self.entries: tuple[PlanEntry, ...] = tuple(entries)
         self.target = target
@@ -263,6 +266,7 @@ class RestorePlan:
         self.fallback = fallback
         self.is_fill_expected = is_fill_expected
         self.found_rules: tuple[AnyTransform, ...] = tuple(found_rules)
+        self.bytes_read_at_planning = bytes_read_at_planning
         self.report: RestoreReport | None = None
         self.decisions: Mapping[str, Any] | None = None
         self.is_resuming = False

@@ -15,7 +15,7 @@ from typing import Any
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem
-from orbax_t5x.lazy import Leaf
+from orbax_t5x.lazy import Leaf, counting_reads
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import OneSource, rules_found, written_out
@@ -25,7 +25,7 @@ from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
-from orbax_t5x.text.wording import counted
+from orbax_t5x.text.wording import counted, size_text
 from orbax_t5x.transforms.dequantize import multiplied_by, scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
@@ -128,9 +128,20 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         fallback=fallback,
         before=tuple(diagnostics.problems),
     )
-    state = run_on_leaves(
-        transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics, skipped=decision.skipped
-    )
+    with counting_reads() as reads:
+        state = run_on_leaves(
+            transforms,
+            source,
+            flattened.original,
+            is_resuming=resuming,
+            diagnostics=diagnostics,
+            skipped=decision.skipped,
+        )
+    if reads.bytes_read:
+        diagnostics.warnings.append(
+            f"transforms read {size_text(reads.bytes_read)} while the plan was made, in every process: "
+            "view.map(fn) and ot.transforms.Affine compute as each shard is read"
+        )
     has_matched = decision.unmatched is None or bool(diagnostics.origin_of) or _is_changed(source, state)
     matcher = inputs.match(state, diagnostics)
     entries = matcher.entries()
@@ -159,6 +170,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         fallback=None if fallback is None else fallback.compute,
         is_fill_expected=options.fallback_for is not None,
         found_rules=found,
+        bytes_read_at_planning=reads.bytes_read,
     )
     plan.is_resuming = resuming
     plan.rest = tuple(transforms[decision.skipped :]) if decision.skipped else None

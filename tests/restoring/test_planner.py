@@ -23,6 +23,26 @@ def test_planning_reads_nothing(kind):
     assert source.made["a"].boxes == []
 
 
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_what_transforms_read_is_counted(kind, is_lazy):
+    def doubled(state, target):
+        fn = lambda value: value * 2  # noqa: E731
+        return {"a": state["a"].map(fn) if is_lazy else fn(np.asarray(state["a"])), "b": state["b"]}
+
+    source = checkpoint({"a": values((8,)), "b": values((4,))}, kind)
+    plan = ot.plan_restore(source, {"a": np.zeros(8, np.float32), "b": np.zeros(4, np.float32)}, [doubled])
+    read = 0 if is_lazy else 32
+    assert (plan.bytes_read_at_planning, plan.bytes_to_read) == (read, 48 - read)
+    assert plan.to_json()["bytes_read_at_planning"] == read
+    assert [warning for warning in plan.warnings if "while the plan was made" in warning] == list(plan.warnings)
+    assert len(plan.warnings) == (not is_lazy)
+    said = " ".join(str(plan).split())
+    assert ("Transforms read 32 B while the plan was made. This process still reads 16 B" in said) == (not is_lazy)
+    assert ("Constants: put there by a transform (1)" in said) == (not is_lazy) and "not read" not in said
+    np.testing.assert_array_equal(plan.execute()["a"], values((8,)) * 2)
+    assert plan.bytes_read_at_planning == read and plan.report.bytes_read == 48 - read
+
+
 def test_several_sources():
     got = ot.restore(
         {"one": checkpoint({"a": values((2,))}), "two": checkpoint({"a": values((2,), seed=1)})},

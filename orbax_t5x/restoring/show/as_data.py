@@ -34,6 +34,7 @@ def to_json(plan: RestorePlan) -> dict[str, Any]:
         "found_rules": [code_of(one) for one in plan.found_rules],
         "provenance": [dict(record) for record in plan.provenance],
         "bytes_to_read": plan.bytes_to_read,
+        "bytes_read_at_planning": plan.bytes_read_at_planning,
         "broadcast": broadcast_totals(decisions),
     }
 

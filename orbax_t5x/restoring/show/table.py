@@ -83,7 +83,9 @@ def plan_heading(plan: RestorePlan) -> list[str]:
 def _reads_text(plan: RestorePlan) -> str:
     stored = {leaf for entry in plan.entries if entry.view is not None for leaf in entry.view.leaves()}
     whole = sum(array_bytes(leaf.dtype, leaf.shape) for leaf in stored if not leaf.is_value)
-    reads = f"This process reads {size_text(plan.bytes_to_read)}"
+    planning = plan.bytes_read_at_planning
+    before = f"Transforms read {size_text(planning)} while the plan was made. " if planning else ""
+    reads = f"{before}This process {'still ' if planning else ''}reads {size_text(plan.bytes_to_read)}"
     # Where two leaves want one source in other cuts, parts of it are read twice, and this says nothing worth comparing.
     reads += f" of the {size_text(whole)} that these leaves take." if plan.bytes_to_read < whole else "."
     meshes = dict.fromkeys(text for text in (mesh_text(entry.sharding) for entry in plan.entries) if text)
@@ -100,8 +102,9 @@ def name_sections(plan: RestorePlan) -> list[tuple[str, list[str]]]:
     """Titles and lines: the code of rules that were found; folded names of constants, unused and dropped leaves."""
     rules = [f"{code_of(one)}," for one in plan.found_rules]
     constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}
+    unread = "" if plan.bytes_read_at_planning else ", not read"
     sections = [
-        ("Constants: put there by a transform, not read", constants, "plan.entries"),
+        (f"Constants: put there by a transform{unread}", constants, "plan.entries"),
         (
             "Unused: in the checkpoint, without a counterpart in the target",
             dict.fromkeys(plan.unused, ""),
