@@ -15,7 +15,7 @@ from etils import epath
 from orbax_t5x.provenance import records
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.runs import forget_root, known_run, note_restored, note_saved
-from orbax_t5x.restoring.run_steps import StepItem, has_finished_step, has_older_record, newest_lineage, step_item
+from orbax_t5x.restoring.run_steps import StepItem, has_finished_step, lacks_record, newest_lineage, step_item
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> reco
     recorded = records.from_metadata(metadata.get("custom_metadata"), path=directory)
     if recorded is not None:
         return recorded
-    if has_older_record(directory):
+    if lacks_record(directory):
         return (records.UNRECORDED,)
     return (records.make_entry(os.fspath(directory), "orbax", ChainRecord()),)
 

@@ -20,7 +20,7 @@ from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import CallerKind, Decision, ResumeContext, combine_decisions, decide
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
 from orbax_t5x.restoring.options import RestoreOptions
-from orbax_t5x.restoring.run_steps import has_older_record
+from orbax_t5x.restoring.run_steps import lacks_record
 from orbax_t5x.restoring.sources import OpenSources
 from orbax_t5x.trees.narrow import is_mapping
 
@@ -70,17 +70,16 @@ class SourceHistory:
         return {name: from_metadata(item, path=os.path.join(checkpoint.path, name)) for name, item in items.items()}
 
     def with_older_steps(self) -> Records:
-        """Returns the records, with `UNRECORDED` where one is missing and an older step of the same run has one.
+        """Returns the records, with `UNRECORDED` where one is missing that should be there.
 
-        Reads the metadata of the run's older steps. Nothing is read for items that have a record, and for checkpoints
-        that are no steps of a run.
+        Reads the metadata of the run's older steps, and lists the item. Nothing is read for items that have a record.
         """
         checkpoint = self.sources.single
         if checkpoint is None or checkpoint.format != "orbax":
             return self.recorded
         missing = [name for name, lineage in self.recorded.items() if lineage is None]
         directories = {name: os.path.join(checkpoint.path, name) if name else checkpoint.path for name in missing}
-        older = [name for name, directory in directories.items() if has_older_record(directory)]
+        older = [name for name, directory in directories.items() if lacks_record(directory)]
         return {**self.recorded, **dict.fromkeys(older, (UNRECORDED,))}
 
     def with_older_steps_once(self) -> Records:

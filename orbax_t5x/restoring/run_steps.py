@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ from orbax_t5x.storage.places import opening
 # Steps that are read at the same time. More would read steps in vain, since the newest older step mostly has a record;
 # fewer would wait for a bucket more often.
 _BATCH_STEPS = 16
+
+# Directory of what one process wrote in one partial save: its number, and the save's.
+_PARTIAL_SAVE = re.compile(r"ocdbt\.process_\d+?[0-9a-f]{32}")
 
 
 class StepItem(NamedTuple):
@@ -107,8 +111,24 @@ def has_finished_step(run: RunKey, saved: StepMarker | None, *, except_step: int
         return any(_is_finished(steps, index) for index in range(len(steps)))
 
 
-def has_older_record(directory: str | os.PathLike[str]) -> bool:
-    """Tests whether an older finished step of the same run has a record."""
+def lacks_record(directory: str | os.PathLike[str]) -> bool:
+    """Tests whether an item without a record should have one.
+
+    That is so where an older finished step of the same run has one, and where Orbax merged partial saves, which keep no
+    record inside our context either.
+    """
+    return _has_older_record(directory) or _is_of_partial_saves(os.fspath(directory))
+
+
+def _is_of_partial_saves(directory: str) -> bool:
+    with opening():
+        try:
+            return any(map(_PARTIAL_SAVE.fullmatch, subdirectories(directory).inside))
+        except CheckpointError:
+            return False
+
+
+def _has_older_record(directory: str | os.PathLike[str]) -> bool:
     item = step_item(directory)
     if item is None:
         return False

@@ -247,6 +247,24 @@ def test_a_run_that_was_initialised_is_not_transformed_again(tmp_path):
     assert load(root, 2, [OTHER]) == {"x": 2.0, "y": 1.0, "z": 3.0}
 
 
+def test_partial_saves_are_unrecorded_and_ask(tmp_path):
+    swap = ot.transforms.Rename([("a", "b"), ("b", "a")])
+    target = {name: np.zeros(2, np.float32) for name in "ab"}
+    path = tmp_path / "merged"
+    with ot.v1.context():
+        for name in target:
+            ocp.partial.save(path, {name: np.full(2, ord(name), np.float32)})
+        ocp.partial.finalize(path)
+        for load in (ocp.load, lambda path, state: ot.v1.load_and_transform(path, state.target, state.transforms)):
+            with pytest.raises(RestorePlanError, match="nothing records what was applied"):
+                load(path, ot.v1.AbstractTrainState(target, swap))
+        loaded = ocp.load(path, ot.v1.AbstractTrainState(target, swap, is_resuming=True))
+    assert {name: leaf[0] for name, leaf in loaded.items()} == {name: ord(name) for name in target}
+    with pytest.raises(RestorePlanError, match="nothing records what was applied"):
+        ot.restore(path, target, swap)
+    assert ot.restore(path, target)["a"][0] == ord("a")
+
+
 def test_a_save_that_knows_nothing_is_unrecorded_and_asks(tmp_path):
     save(tmp_path, 0)
     assert recorded(tmp_path, 0) == [UNRECORDED]
