@@ -187,6 +187,12 @@ def _add_rules(parser: argparse.ArgumentParser, source: str) -> None:
         "t5_minimal_to_scanned:12,64; auto: the pack that leads to the target; may be given several times",
     )
     parser.add_argument(
+        "--given",
+        action="append",
+        metavar="SOURCE=TARGET",
+        help="with --rules auto: a leaf's names on both sides, of one layer for all; may be given several times",
+    )
+    parser.add_argument(
         "--map", metavar="FILE", help="assignment rules: a JSON list of [pattern of target names, source or null]"
     )
     parser.add_argument(

@@ -37,6 +37,14 @@ class RuleOptions:
         self.is_auto: bool = AUTO in named
         if self.is_auto and (len(named) > 1 or self._translate is not None):
             raise UsageError("--rules auto finds everything by itself: give no other --rules and no --translate")
+        self._given: dict[str, str] = {}
+        for text in options.given or []:
+            source, sign, target = text.partition("=")
+            if not (sign and source and target):
+                raise UsageError(f"--given {text}: expected SOURCE=TARGET, two names of one leaf")
+            self._given[source] = target
+        if self._given and not self.is_auto:
+            raise UsageError("--given needs --rules auto, which asks for what it does not know")
         self._packs = [] if self.is_auto else [pack_argument(text) for text in named]
         self._rules = None if options.map is None else AssignmentMap(tuple(read_rules(options.map)))
 
@@ -48,8 +56,16 @@ class RuleOptions:
         `is_bundle` is for a target that is a TensorFlow bundle, whose names are Mesh TensorFlow's, too.
         """
         chain: list[Transform] = [Translate()] if self._is_translated(source, is_bundle) else []
-        chain += find_rules(source.leaves, target).parts if self.is_auto else self._packs
+        chain += self._found(source.leaves, target) if self.is_auto else self._packs
         return chain if self._rules is None else [*chain, self._rules]
+
+    def _found(self, leaves: Mapping[str, Any], target: Mapping[str, Any] | None) -> tuple[Transform, ...]:
+        try:
+            return find_rules(leaves, target, self._given).parts
+        except ValueError as error:
+            if self._given and type(error) is ValueError:
+                raise UsageError(str(error).replace("given=", "--given ")) from error
+            raise
 
     def _is_translated(self, source: Checkpoint, is_bundle: bool) -> bool:
         """Returns True for bundles, unless an option or a pack decides otherwise."""

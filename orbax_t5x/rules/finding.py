@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.optim.factored_state import optax_to_t5x, t5x_to_optax
-from orbax_t5x.rules.alignment.alignment import Alignment, align_leaves
+from orbax_t5x.rules.alignment.alignment import Alignment, align, align_leaves
 from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x
 from orbax_t5x.rules.inference import infer, views_or_zeros, without_place
@@ -39,6 +39,8 @@ _ROOTS = ("target/", "params/params/", "params/")
 _LEAST_SHAPES = 3
 _LONGEST_CODE = 600
 _ALIGNED = "by shapes, structure and names"
+# Answers that are tried for the one that settles most.
+_TRIED = 4
 # Rows of open leaves that a problem shows.
 _SHOWN = 3
 
@@ -69,15 +71,22 @@ class _Way(NamedTuple):
     target: Leaves
 
 
-def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
-    """Finds the transforms that lead from a checkpoint's leaves to a target's; both as for `align`.
+def find_rules(source_leaves: Any, target_leaves: Any, given: Mapping[str, str] | None = None) -> FoundMapping:
+    """Finds the transforms that lead from a checkpoint's leaves to a target's; all as for `align`.
 
     A known pack that leaves leaves of the target to others is returned, too: a plan explains these best.
 
     Raises:
       RestorePlanError: nothing leads there, or a parameter of the model has several readings.
+      ValueError: a name of `given` is unknown, or its leaf has another shape than the target's.
     """
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
+    if given:
+        alignment = align(source, target, given=given)
+        if not alignment.is_complete:
+            raise RestorePlanError([_problem(_Way((), (), source, target), alignment, given)])
+        parts = (*alignment.transforms, *_completion(alignment.transforms, source, target))
+        return FoundMapping(parts, f"{_ALIGNED}: {calls_code(parts)}")
     slots = _slots(source, target)
     given, source = source, _run(slots, source, target) if slots else source
     pack, refusal = _infer_pack(source, target)
@@ -245,7 +254,7 @@ def _completion(transforms: Sequence[Transform], source: Leaves, target: Leaves)
     return (*last, Drop(dropped)) if dropped else last
 
 
-def _problem(way: _Way, alignment: Alignment) -> Problem:
+def _problem(way: _Way, alignment: Alignment, given: Mapping[str, str] | None = None) -> Problem:
     """Returns the one problem of leaves with no or several readings."""
     count = len(_model(way.target))
     shown = [
@@ -260,8 +269,33 @@ def _problem(way: _Way, alignment: Alignment) -> Problem:
     if parts:
         code = textwrap.shorten(calls_code(parts), _LONGEST_CODE, placeholder=" …")
         message += f". The rules found cover {alignment.covered}: {code}"
-    fix = (
-        "give the open leaves the target's words by a Rename, and pass it with the rules found as transforms; name "
-        "leaves that are new by fallback_for"
-    )
+    answers = {} if way.before or way.after else _answer(way, alignment, given or {})
+    if answers:
+        options = " ".join(f"--given {old}={new}" for old, new in answers.items())
+        fix = (
+            f"if it is so, answer with transforms=ot.rules.align(source, target, given={answers!r}).transforms, which "
+            f"settles most, or on the command line with {options}; name leaves that are new by fallback_for"
+        )
+    else:
+        fix = (
+            "give the open leaves the target's words by a Rename, and pass it with the rules found as transforms; name "
+            "leaves that are new by fallback_for"
+        )
     return Problem("rule", None, message, Fix(fix))
+
+
+def _answer(way: _Way, alignment: Alignment, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the answers given and one more, the most telling of a few; empty where none tells anything."""
+    best, most = {}, alignment.covered
+    names = list(alignment.open)
+    for row in alignment.folded()[:_TRIED]:
+        name = names[row.members[0]]
+        for old in alignment.open[name][:1]:
+            answers = {**given, old: name}
+            try:
+                covered = align(way.source, way.target, given=answers).covered
+            except ValueError:
+                continue
+            if covered > most:
+                best, most = answers, covered
+    return best

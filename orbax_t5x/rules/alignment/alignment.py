@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
+from orbax_t5x.rules.alignment.evidence import Move
+from orbax_t5x.rules.alignment.moves import Moves, moves_between
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
 from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
@@ -89,7 +90,7 @@ class Alignment:
         return "\n".join(lines)
 
 
-def align(source_leaves: Any, target_leaves: Any) -> Alignment:
+def align(source_leaves: Any, target_leaves: Any, *, given: Mapping[str, str] | None = None) -> Alignment:
     r"""Finds what maps a checkpoint's leaves to a target's, whatever both are called.
 
     Shapes, dtypes, the order of layers and the structure of the names decide; names where several leaves are alike.
@@ -100,9 +101,14 @@ def align(source_leaves: Any, target_leaves: Any) -> Alignment:
     Args:
       source_leaves: an opened checkpoint, its `leaves`, or a nested state dict.
       target_leaves: whatever a restore takes as its target, or leaves by name.
+      given: what you know: names of the source, or patterns with one `{}` for a layer's number, and their names in the
+        target. An answer for one layer holds for all, and for the other arrays of its module.
 
     Returns:
       The transforms, with what stays open.
+
+    Raises:
+      ValueError: a name of `given` is unknown, or its leaf has another shape than the target's.
 
     Example:
       >>> theirs = {f"h/{i}/{name}/kernel": np.ones((4, 5)) for i in range(2) for name in ("query", "a", "c")}
@@ -112,18 +118,23 @@ def align(source_leaves: Any, target_leaves: Any) -> Alignment:
       (('h/(\\d+)/q/w', 'layers/\\g<1>/q/w'),)
       >>> alignment.open["layers/0/d/w"]
       ('h/0/a/kernel', 'h/0/c/kernel')
+      >>> ot.rules.align(theirs, ours, given={"h/{}/a/kernel": "layers/{}/d/w"}).is_complete
+      True
     """
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
-    return align_leaves(source, target, parameters_of(source), parameters_of(target))
+    return align_leaves(source, target, parameters_of(source), parameters_of(target), given)
 
 
-def align_leaves(source: Leaves, target: Leaves, ours: Leaves, theirs: Leaves) -> Alignment:
+def align_leaves(
+    source: Leaves, target: Leaves, ours: Leaves, theirs: Leaves, given: Mapping[str, str] | None = None
+) -> Alignment:
     """Aligns some leaves, `ours` and `theirs`, of a checkpoint and a target; the others keep their names."""
-    return _alignment(moves_between(ours, theirs), source, {**target, **theirs})
+    return _alignment(moves_between(ours, theirs, given=given), source, {**target, **theirs})
 
 
 def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
     """Writes moves as transforms; those that these do not make are open."""
+    _open_occupied(moves, source)
     slots = SlotNames().slots(source)
     names = [name for name in source if name not in slots]
     transforms: Sequence[Transform] = moves_as_transforms(dict.fromkeys(moves.values()), names, list(target))
@@ -135,6 +146,24 @@ def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
         moves.open[name] = moves.pop(name).sources
     evidence = [_evidence(*pair, moves) for pair in itertools.pairwise(states)]
     return Alignment(tuple(transforms), tuple(evidence), dict(moves.open), moves, source, target)
+
+
+def _open_occupied(moves: Moves, source: Leaves) -> None:
+    """Opens moves to names that leaves without a move keep, so that transforms never give two leaves one name."""
+    while True:
+        moved = {name for move in moves.values() for name in move.sources}
+        kept = {name for name in source if name not in moved}
+        above = {name[:at] for name in kept for at, sign in enumerate(name) if sign == "/"}
+        wrong = [
+            name
+            for name in moves
+            if name in kept or name in above or any(name[:at] in kept for at, sign in enumerate(name) if sign == "/")
+        ]
+        if not wrong:
+            return
+        for name in {target for one in wrong for target in moves[one].targets}:
+            moves.open[name] = moves.pop(name).sources
+            moves.why[name] = "its name is that of another leaf of the checkpoint, which stays"
 
 
 def _states(transforms: Iterable[Transform], source: Leaves, target: Leaves) -> list[dict[str, Any]]:

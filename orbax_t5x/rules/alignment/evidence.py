@@ -11,15 +11,14 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from orbax_t5x.rules.alignment.tree import NamedLeaf, Path
 from orbax_t5x.rules.alignment.words import features, is_of_module, meaning_of, meanings
 
-if TYPE_CHECKING:
-    from orbax_t5x.rules.alignment.moves import Move
-
+GIVEN = "given"
+UNKNOWN_TURN = "a square matrix, and nothing shows whether it is transposed"
 NAME, RENAMING, STRUCTURE = "by its name", "by its name after a renaming", "by structure"
 # In place of a layer's number.
 _LAYER = "#"
@@ -33,6 +32,40 @@ _LEAST_ALIKE = 2 / 3
 Shape = tuple[int, ...]
 Template = tuple[str, ...]
 Ranks = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Move of one leaf, or of the leaves of all layers.
+
+    Attributes:
+      sources: names of a leaf, or of each layer's.
+      targets: the same on the other side; one side has one name.
+      axis: of the layers on the side that has one name for all; None where they are single leaves.
+      stacks: whether it is the target's side that has one name for all.
+      turns_source, turns_target: whether the matrix is transposed, by the side that is PyTorch's.
+      is_named: whether names or numbers distinguish it from other leaves of its shape.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    axis: int | None = None
+    stacks: bool = False
+    turns_source: bool = False
+    turns_target: bool = False
+    is_named: bool = dataclasses.field(default=False, compare=False)
+
+    def reversed(self) -> Move:
+        """Returns the way back."""
+        return Move(
+            self.targets,
+            self.sources,
+            self.axis,
+            self.axis is not None and not self.stacks,
+            self.turns_target,
+            self.turns_source,
+            self.is_named,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +140,9 @@ class _Pair(NamedTuple):
 
 
 def judge(
-    moves: Iterable[Move], ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]
+    moves: Iterable[Move], ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf], given: Container[str] = ()
 ) -> dict[str, tuple[str, str, tuple[str, ...]]]:
-    """Judges moves between two sides.
+    """Judges moves between two sides; to those of `given` leaves of the target names and structure need not agree.
 
     Returns:
       For each leaf of the target what proves its move, or nothing, why it does not stand, and what it may be.
@@ -140,7 +173,14 @@ def judge(
         other: any(m.turns_source or m.turns_target for m in found[next(iter(found))]) for other, found in links.items()
     }
     kinds = tuple(list(dict.fromkeys(side.values())) for side in sides)
-    court = _Court(kinds[0], kinds[1], pairs, turned, _has_dots(ours) == _has_dots(theirs))
+    court = _Court(
+        kinds[0],
+        kinds[1],
+        pairs,
+        turned,
+        _has_dots(ours) == _has_dots(theirs),
+        frozenset(kind for name, kind in sides[1].items() if name in given),
+    )
     verdicts = {other: Verdict("", reason) for other, reason in refused.items()}
     verdicts.update(court.verdicts())
     return {
@@ -150,6 +190,28 @@ def judge(
         for move in found
         for name in move.targets
     }
+
+
+def counterparts(
+    old: str, new: str, ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]
+) -> Iterator[tuple[str, str]]:
+    """Yields the leaves of other layers, and of the same module, that two leaves being one makes one."""
+    mine, other = _kinds(ours, {}), _kinds(theirs, {})
+    pair = _Pair(mine[old], other[new])
+    around = [
+        [kind for kind in dict.fromkeys(side.values()) if kind is not me and kind.template[:-1] == me.template[:-1]]
+        for side, me in zip((mine, other), pair, strict=True)
+    ]
+    alike = [(one, [kind for kind in around[1] if _last_words(one) & _last_words(kind)]) for one in around[0]]
+    for one, its in ((pair.ours, pair.theirs), *((one, found[0]) for one, found in alike if len(found) == 1)):
+        by_ranks = {ranks: name for name, ranks in its.members.items()}
+        for name, ranks in one.members.items():
+            if ranks in by_ranks:
+                yield name, by_ranks[ranks]
+
+
+def _last_words(kind: _LeafKind) -> frozenset[str]:
+    return features([kind.last], 1)
 
 
 class _Court:
@@ -166,7 +228,9 @@ class _Court:
         pairs: list[_Pair],
         turned: dict[_LeafKind, bool],
         is_alike: bool,
+        given: frozenset[_LeafKind],
     ):
+        self._given = given
         self._sides = ours, theirs
         self._pairs = pairs
         self._turned = turned
@@ -182,7 +246,7 @@ class _Court:
 
     def verdicts(self) -> dict[_LeafKind, Verdict]:
         """Judges each pair by its target's kind; what is proven of other shapes tells how matrices lie."""
-        blocked = [pair for pair in self._pairs if self._is_blocked(pair)]
+        blocked = [pair for pair in self._pairs if pair.theirs not in self._given and self._is_blocked(pair)]
         for pair in blocked:
             for tree, kind in zip(self._trees, pair, strict=True):
                 tree.taint(kind)
@@ -225,7 +289,7 @@ class _Court:
             turns = False if is_same else None
         if turns == self._turned[kind]:
             return verdict
-        return Verdict("", "a square matrix, and nothing shows whether it is transposed", (one,))
+        return Verdict("", UNKNOWN_TURN, (one,))
 
     def _are_turned_elsewhere(self, last: str) -> bool:
         """Tests for namesakes of this kind that have the transposed shape."""
@@ -269,6 +333,8 @@ class _Court:
             if rival is pair.ours or not self._is_better(_Pair(rival, pair.theirs), pair):
                 continue
             its = self._target_of.get(rival)
+            if its in self._given:
+                continue
             if its is None or self._is_better(_Pair(rival, pair.theirs), _Pair(rival, its)):
                 found.append(rival)
         return found
@@ -283,12 +349,16 @@ class _Court:
             if rival is pair.theirs or not self._is_better(_Pair(pair.ours, rival), pair):
                 continue
             its = self._source_of.get(rival)
+            if rival in self._given:
+                continue
             if its is None or self._is_better(_Pair(pair.ours, rival), _Pair(its, rival)):
                 return True
         return False
 
     def _judged(self, pair: _Pair) -> Verdict:
         one, other = pair
+        if other in self._given:
+            return Verdict(GIVEN)
         if _is_equal(one, other):
             return Verdict(NAME)
         ours, theirs = self._rivals(pair)
@@ -310,6 +380,8 @@ class _Court:
             return True
         kind = rival[side]
         its = (self._target_of, self._source_of)[side].get(kind)
+        if its in self._given or kind in self._given:
+            return True
         if its is not None:
             own = _Pair(kind, its) if side == 0 else _Pair(its, kind)
             if self._is_better(own, rival):
@@ -381,7 +453,7 @@ class _Tree:
         chain = self.chain(kind)
         node = chain[1][0] if len(chain) > 1 else ()
         depth = len(node) - len(self.root)
-        return node if depth > 1 or (depth == 1 and self._sizes[node] >= _LEAST_TELLING) else None
+        return node if depth > 1 or _LAYER in node or (depth == 1 and self._sizes[node] >= _LEAST_TELLING) else None
 
     def chain(self, kind: _LeafKind) -> list[tuple[Template, int]]:
         """Returns the modules around a leaf, innermost first, with a number for the leaf's place in each."""
@@ -467,9 +539,8 @@ def _are_layers(before: Path, modules: Mapping[int, Mapping[Path, Shape]], is_al
         return False
     is_named = bool(before) and isinstance(before[-1], str) and meaning_of(before[-1]) == meaning_of("layers")
     # A kernel and its bias are a module, of which numbers show no order.
-    if is_named or (
-        len(every) > 1 and any(len(rest) > 1 or not meanings(str(rest[-1])).get("kind") for rest in every if rest)
-    ):
+    is_deep = any(len(rest) > 1 or not meanings(str(next(iter(rest)))).get("kind") for rest in every if rest)
+    if is_named or (len(every) > 1 and is_deep):
         return True
     return is_alone and _is_chain([modules[number] for number in sorted(modules)])
 

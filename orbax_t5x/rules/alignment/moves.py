@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from orbax_t5x.rules.alignment.arrangements import Arrangement, arrangements, last_part
-from orbax_t5x.rules.alignment.evidence import NAME, judge
+from orbax_t5x.rules.alignment.evidence import NAME, UNKNOWN_TURN, Move, judge
+from orbax_t5x.rules.alignment.given import given_pairs
 from orbax_t5x.rules.alignment.match import LeafPairing
 from orbax_t5x.rules.alignment.tree import NamedLeaf, Path
 from orbax_t5x.rules.alignment.words import is_flat, path_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """Move of one leaf, or of the leaves of all layers.
-
-    Attributes:
-      sources: names of a leaf, or of each layer's.
-      targets: the same on the other side; one side has one name.
-      axis: of the layers on the side that has one name for all; None where they are single leaves.
-      stacks: whether it is the target's side that has one name for all.
-      turns_source, turns_target: whether the matrix is transposed, by the side that is PyTorch's.
-      is_named: whether names or numbers distinguish it from other leaves of its shape.
-    """
-
-    sources: tuple[str, ...]
-    targets: tuple[str, ...]
-    axis: int | None = None
-    stacks: bool = False
-    turns_source: bool = False
-    turns_target: bool = False
-    is_named: bool = dataclasses.field(default=False, compare=False)
-
-    def reversed(self) -> Move:
-        """Returns the way back."""
-        return Move(
-            self.targets,
-            self.sources,
-            self.axis,
-            self.axis is not None and not self.stacks,
-            self.turns_target,
-            self.turns_source,
-            self.is_named,
-        )
 
 
 class Moves(dict[str, Move]):
@@ -65,30 +32,65 @@ class Moves(dict[str, Move]):
         self.why = {}
 
 
-def moves_between(source: Mapping[str, Any], target: Mapping[str, Any], *, may_contradict: bool = False) -> Moves:
+def moves_between(
+    source: Mapping[str, Any],
+    target: Mapping[str, Any],
+    *,
+    may_contradict: bool = False,
+    given: Mapping[str, str] | None = None,
+) -> Moves:
     """Finds the moves between two sets of leaves by name, which have shapes and dtypes.
 
-    Modules whose words are known to differ are paired only with `may_contradict`.
+    Modules whose words are known to differ are paired only with `may_contradict`. Leaves that `given` names need no
+    other proof, and are taken out before the others are looked at.
     """
+    if given:
+        told = given_pairs(given, *_items(source, target, flat=is_flat(source) or is_flat(target)))
+        taken = set(told.values())
+        found = _search(
+            {name: leaf for name, leaf in source.items() if name not in taken},
+            {name: leaf for name, leaf in target.items() if name not in told},
+            may_contradict=False,
+        )
+        for new, old in told.items():
+            found[new] = Move((old,), (new,), turns_source=_shape_of(source[old]) != _shape_of(target[new]))
+        return _proven(found, source, target, given=told.keys())
     same = {name: Move((name,), (name,)) for name in target if name in source}
     if len(same) == len(target) and all(_shape_of(source[name]) == _shape_of(target[name]) for name in target):
         found = Moves(same)
         found.why = dict.fromkeys(same, NAME)
         return found
+    found = _search(source, target, may_contradict=may_contradict)
+    # Who permits contradictions asks about what is found.
+    return found if may_contradict or not source or not target else _proven(found, source, target)
+
+
+def _search(source: Mapping[str, Any], target: Mapping[str, Any], *, may_contradict: bool) -> Moves:
     first = _moves(source, target, flat=False, may_contradict=may_contradict)
     flat = is_flat(source) or is_flat(target)
     if first.open and flat:
         second = _moves(source, target, flat=True, may_contradict=may_contradict)
         first = first if second.open else second
-    # Who permits contradictions asks about what is found.
-    return first if may_contradict or not source or not target else _proven(first, source, target, flat=flat)
+    return first
 
 
-def _proven(found: Moves, source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool) -> Moves:
+def _proven(found: Moves, source: Mapping[str, Any], target: Mapping[str, Any], *, given: Container[str] = ()) -> Moves:
     """Opens the moves that nothing proves; leaves with equal names that these kept apart are moved as they are."""
-    ours, theirs = _items(source, target, flat=flat)
+    ours, theirs = _items(source, target, flat=is_flat(source) or is_flat(target))
     opened: dict[str, tuple[str, ...]] = {}
-    for name, (proof, reason, candidates) in judge(found.values(), ours, theirs).items():
+    verdicts = judge(found.values(), ours, theirs, given)
+    # A square matrix may lie the other way.
+    turned = {
+        name: dataclasses.replace(
+            move, turns_source=not move.turns_source and not move.turns_target, turns_target=False
+        )
+        for name, move in found.items()
+        if verdicts[name][1] == UNKNOWN_TURN
+    }
+    if turned:
+        found.update(turned)
+        verdicts = judge(found.values(), ours, theirs, given)
+    for name, (proof, reason, candidates) in verdicts.items():
         found.why[name] = proof or reason
         if not proof:
             opened[name] = candidates

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from orbax_t5x.rules.alignment.moves import Move
+from orbax_t5x.rules.alignment.evidence import Move
 from orbax_t5x.rules.alignment.renaming import rename_rules
 from orbax_t5x.transforms import StackLayers, Transform, Transpose, UnstackLayers
 

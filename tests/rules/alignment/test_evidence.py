@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from tests.support.aligned_leaves import wrong_leaves
+from tests.support.aligned_leaves import applied, wrong_leaves
 
 SQUARE, VECTOR = (4, 4), (4,)
 
@@ -117,3 +117,12 @@ def test_each_open_leaf_has_its_reason():
     target = {f"h/{i}/{name}/kernel": (4, 5) for i in range(2) for name in ("x", "y")}
     moves = ot.rules.align(tree(source), tree(target))._moves
     assert moves.open["h/1/x/kernel"] == ("h/1/a/kernel", "h/1/c/kernel")
+
+
+def test_transforms_of_an_incomplete_alignment_run():
+    """A leaf that stays open keeps its name, which no other leaf is given."""
+    source = {"decoder/final/scale": (4,), "dense/final/scale": (5,), "dense/final": (2, 3), "w/kernel": (4, 6)}
+    target = {"decoder/final/scale": (5,), "head/final/scale": (4,), "w/w": (4, 6)}
+    for ours, theirs in ((source, target), (target, source)):
+        alignment = ot.rules.align(tree(ours), tree(theirs))
+        assert applied(alignment.transforms, tree(ours))

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from orbax_t5x.rules.alignment.moves import Move, moves_between
+from orbax_t5x.rules.alignment.evidence import Move
+from orbax_t5x.rules.alignment.moves import moves_between
 
 
 def test_equal_names_stay_though_they_are_some_of_all():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from orbax_t5x.rules.alignment.moves import Move
+from orbax_t5x.rules.alignment.evidence import Move
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
 from orbax_t5x.testing.transform_suite import as_numpy
 from orbax_t5x.transforms.diagnostics import Diagnostics
