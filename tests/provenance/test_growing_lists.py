@@ -1,5 +1,7 @@
 """A run whose list of rules grows, restored by every entry point: a recorded beginning is never applied again."""
 
+import random
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -79,3 +81,40 @@ def test_the_rest_is_recorded_with_the_next_save(run):
     runs.forget_all()
     with pytest.raises(ot.RestorePlanError, match="missing in those given"):
         ot.restore(run, target, [RENAME])
+
+
+def grown(chance, versions, count):
+    """Returns one more rule, some of which no name or shape shows, and adds the state that it leads to."""
+    state = versions[-1]
+    name, other = chance.sample(sorted(state), 2)
+    rest = {key: leaf for key, leaf in state.items() if key != name}
+    kinds = {
+        "rename": (T.Rename([(name, f"r{count}")]), {**rest, f"r{count}": state[name]}),
+        "swap": (T.Rename([(name, other), (other, name)]), {**state, name: state[other], other: state[name]}),
+        "transpose": (T.Transpose(name), {**state, name: state[name].T}),
+        "drop": (T.Drop([name]), rest),
+    }
+    rule, after = kinds[chance.choice(sorted(kinds))]
+    versions.append(after)
+    return rule
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_the_newest_list_leads_from_any_version_to_the_newest_values(tmp_path, seed):
+    chance = random.Random(seed)
+    versions = [{f"x{index}": np.arange(4, dtype=np.float32).reshape(2, 2) + 10 * index for index in range(6)}]
+    rules = [grown(chance, versions, count) for count in range(4)]
+    saved = chance.randrange(4)
+    with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "source", args=ot.args.TrainStateSave(versions[0], provenance=()))
+    plan = ot.plan_restore(tmp_path / "source", None, rules[:saved])
+    with ocp.CheckpointManager(tmp_path / "run", item_handlers=ot.TrainStateHandler()) as manager:
+        manager.save(0, args=ot.args.TrainStateSave(plan.execute(), provenance=plan.provenance))
+    target = {name: np.zeros_like(leaf) for name, leaf in versions[-1].items()}
+    for way in WAYS.values():
+        runs.forget_all()
+        restored = way(tmp_path / "run", target, rules)
+        assert restored.keys() == versions[-1].keys()
+        for name, leaf in versions[-1].items():
+            np.testing.assert_array_equal(restored[name], leaf)
