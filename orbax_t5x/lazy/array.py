@@ -19,6 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.concurrency import CarriedError, function_pool, run_in_pool, run_on_read_thread
+from orbax_t5x.concurrency.carried import call_of_user
+from orbax_t5x.errors import for_caller
 from orbax_t5x.trees.narrow import is_mapping
 
 
@@ -146,9 +148,9 @@ class LazyThreadPoolArray(LazyArray):
     def get(self) -> Any:
         """Calls the function, and casts to the declared dtype."""
         try:
-            value = self._get_fn()
+            value = call_of_user(self._get_fn)
         except StopIteration as error:
-            raise RuntimeError("the function of a lazy array raised StopIteration") from error
+            raise for_caller(RuntimeError("the function of a lazy array raised StopIteration")) from error
         return self._as_declared(value)
 
     async def get_async(self) -> Any:
@@ -236,7 +238,12 @@ class LazyAwaitableArray(LazyArray):
 
     async def get_async(self) -> Any:
         """Awaits the function, and casts to the declared dtype."""
-        return self._as_declared(await self._get_fn())
+        try:
+            value = await self._get_fn()
+        except BaseException as error:
+            for_caller(error)
+            raise
+        return self._as_declared(value)
 
 
 class _Bfloat16Bits:
