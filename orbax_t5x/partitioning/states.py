@@ -249,11 +249,11 @@ def _report(rules: AxisRules, mesh: Mesh | AbstractMesh) -> None:
       ValueError: specs do not fit.
     """
     if rules.problems:
-        more = len(rules.problems) - _SHOWN_LEAVES
-        text = "\n".join(f"  - {problem}" for problem in rules.problems[:_SHOWN_LEAVES])
+        # The first line is the first problem: logs and notebooks often show no other.
         found = len(rules.problems)
+        text = listed(rules.problems, _SHOWN_LEAVES, separator="\n")
         what = f"{leaves_text(found)} {'does' if found == 1 else 'do'} not fit the mesh {dict(mesh.shape)}"
-        raise ValueError(f"{what} under these rules:\n{text}" + (f"\n  … and {more} more" if more > 0 else ""))
+        raise ValueError(f"{text}\n{what} under these rules")
     if rules.unused_patterns:
         patterns = listed(map(repr, rules.unused_patterns), 5)
         warnings.warn(

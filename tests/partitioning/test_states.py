@@ -143,6 +143,7 @@ def test_an_axis_of_a_users_own_spec_that_the_mesh_lacks_is_an_error():
     with pytest.raises(ValueError, match="2 leaves do not fit the mesh") as caught:
         with_shardings(state, mesh(), [("w", P(None, ("data", "modle"))), ("v", P("rows"))])
     text = str(caught.value)
+    assert text.splitlines()[0].startswith("v: the rule") and text.splitlines()[-1].startswith("2 leaves do not fit")
     assert f"w: the rule 'w' has {P(None, ('data', 'modle'))}, and the mesh has no axis 'modle'" in text
     assert "but 'data', 'model'; did you mean 'model'?" in text
     assert f"v: the rule 'v' has {P('rows')}, and the mesh has no axis 'rows' but 'data', 'model'" in text
