@@ -8,6 +8,7 @@ layer's. The output projection may be left out of a file, because it is the embe
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from orbax_t5x.transforms.arrays import Transpose
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
+from orbax_t5x.transforms.prefix import rename_leaves
 from orbax_t5x.transforms.state import view_of
 from orbax_t5x.trees.flat import FlatState
 
@@ -71,6 +73,9 @@ def _from_t5x() -> tuple[tuple[str, str], ...]:
     )
 
 
+# Below which Transformers keeps the T5 of a token or sequence classifier, and a T5's names.
+_HEAD_OF_CLASSIFIER = re.compile(r"classifier\.(?:weight|bias)|classification_head\..*")
+_OF_T5 = re.compile(r"(?:shared|encoder|decoder)\.")
 _TRANSPOSED = rf"(?:encoder|decoder)/(?:.*/kernel|(?:layers_\d+/)?{BIAS})"
 
 
@@ -232,6 +237,17 @@ def hf_t5_to_t5x(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _PrefixOfHead(Transform):
+    """The prefix of a T5 below a classifier's head, where no target says which: Transformers gives it one."""
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        if target or not any(map(_HEAD_OF_CLASSIFIER.fullmatch, state)):
+            return dict(state)
+        renames = {name: f"transformer.{name}" for name in state if _OF_T5.match(name)}
+        return rename_leaves(state, renames, "as a model with a classifier has it", diagnostics)
+
+
 def pack_of_hugging_face(
     function: str,
     leaves: LeafTable,
@@ -262,7 +278,10 @@ def pack_of_hugging_face(
             *(WithoutPrefix(ours), bias_per_tower(MergeWhereWanted), NoScalesWanted()),
             *(() if is_flax else (EmbeddingsOfTorch(),)),
         ),
-        _after_back=to_hugging_face(arguments["encoder_attention_type"], is_flax=is_flax),
+        _after_back=(
+            *to_hugging_face(arguments["encoder_attention_type"], is_flax=is_flax),
+            *(() if is_flax else (_PrefixOfHead(),)),
+        ),
         _leaves=leaves,
         _leaves_back=ours,
     )

@@ -33,6 +33,13 @@ _MERGE = Fix.in_program(
     "merge them with PEFT, PeftModel.from_pretrained(model, path).merge_and_unload().save_pretrained(merged), and "
     "restore from that"
 )
+# Of types that change no weight of the model, so that PEFT cannot merge them either.
+_OF_INPUTS = re.compile(r"(?:MULTITASK_)?PROMPT_TUNING|PREFIX_TUNING|P_TUNING|ADAPTION_PROMPT|CPT")
+_RUN_WITH_PEFT = Fix.in_program(
+    "restore the base model alone, from its own file; these adapters are inputs of its layers and no weights, which "
+    "nothing merges: run them with PEFT, or hand their arrays (ot.open_checkpoint(path).leaves) to a model that takes "
+    "them"
+)
 
 Pairs = tuple[tuple[str, float], ...]
 
@@ -137,7 +144,8 @@ class _Settings:
         kind = self.given.get("peft_type", "LORA")
         kind = str(getattr(kind, "value", kind))
         if kind.upper() != "LORA":
-            self._refuse(f"the adapters are of PEFT's type {kind!r}, and only LoRA is known")
+            fix = _RUN_WITH_PEFT if _OF_INPUTS.fullmatch(kind.upper()) else _MERGE
+            self._refuse(f"the adapters are of PEFT's type {kind!r}, and only LoRA is known", fix)
         init = self.given.pop("init_lora_weights", True)
         if init not in _INITIALIZED:
             self._refuse(
@@ -208,5 +216,5 @@ class _Settings:
             f"{name} of the adapters is {value!r}"[:300] + f", and not {wanted}", path=self.path
         )
 
-    def _refuse(self, message: str) -> NoReturn:
-        raise UnsupportedCheckpointError(message, path=self.path, fix=_MERGE)
+    def _refuse(self, message: str, fix: Fix = _MERGE) -> NoReturn:
+        raise UnsupportedCheckpointError(message, path=self.path, fix=fix)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import orbax_t5x as ot
 from orbax_t5x import rules
 from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
 from tests.conftest import GOLDENS
@@ -100,3 +101,15 @@ def test_repeated_and_renamed_embeddings(hf):
     assert_same(result, run(rules.hf_t5_to_t5x(), hf)[0])
     only_copy = {name: value for name, value in {**hf, **copies}.items() if name != "shared.weight"}
     assert_same(run(rules.hf_t5_to_t5x(), only_copy)[0], result)
+
+
+def test_the_way_back_gives_a_classifiers_t5_its_prefix_again(goldens, tmp_path):
+    """Transformers calls a T5ForTokenClassification corrupted whose T5 is not below `transformer.`."""
+    model = goldens / "hf_models" / "t5_token"
+    ot.convert(model, tmp_path / "ours", rules.hf_t5_to_t5x())
+    ot.convert(tmp_path / "ours", tmp_path / "back", rules.t5x_to_hf_t5(), format="safetensors")
+    with ot.open_checkpoint(model) as theirs, ot.open_checkpoint(tmp_path / "back") as back:
+        copies = {"transformer.encoder.embed_tokens.weight", "transformer.decoder.embed_tokens.weight"}
+        assert back.leaves.keys() - copies == theirs.leaves.keys() - copies
+        for name, value in back.leaves.items():
+            np.testing.assert_array_equal(value.get(), theirs.leaves[name].get(), err_msg=name)

@@ -77,6 +77,14 @@ def test_what_is_not_known_is_refused_by_name_with_the_way_out(setting, named):
     assert "merge_and_unload" in str(caught.value.fix)
 
 
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"])
+def test_adapters_that_nothing_merges_have_another_way_out(kind):
+    """PEFT has no `merge_and_unload` for prompts."""
+    with pytest.raises(UnsupportedCheckpointError, match=kind) as caught:
+        lora_config({"peft_type": kind, "num_virtual_tokens": 8})
+    assert "merge_and_unload" not in str(caught.value.fix) and "base model alone" in str(caught.value.fix)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
