@@ -45,7 +45,9 @@ def plan_restore(
     limits: Limits | None = RestoreOptions.limits,
     fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
 ) -> RestorePlan:
-    """Plans a restore: reads metadata only, and finds everything that is wrong before an array byte is read.
+    """Plans a restore, and finds all problems beforehand.
+
+    It reads metadata only: no array byte is read before.
 
     Args: as for `orbax_t5x.restore`.
 
@@ -88,7 +90,9 @@ def restore(
     broadcast: BroadcastMode = RestoreOptions.broadcast,
     fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
 ) -> Any:
-    """Restores a checkpoint of any format into a target, each process reading only what its own shards need.
+    """Restores a checkpoint of any format into a target.
+
+    Each process reads only its own shards' bytes.
 
     Args:
       source: a path, an open `Checkpoint`, an `orbax_t5x.Source` with transforms of its own, or a mapping from names
@@ -149,7 +153,10 @@ def open_plan(
     stack: contextlib.ExitStack,
     caller: Caller = ANY_RESTORE,
 ) -> RestorePlan:
-    """Makes the plan of a restore; the stack closes the checkpoints that are opened for it."""
+    """Makes the plan of a restore.
+
+    The stack closes the checkpoints that are opened for it.
+    """
     if jax.distributed.is_initialized():
         _announce_exit()
     if isinstance(target, str | os.PathLike):

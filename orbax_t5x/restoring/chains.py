@@ -1,4 +1,6 @@
-"""Makes one chain of the transforms of a restore: those of each source first, and the rules that `"auto"` finds.
+"""Makes a single chain of a restore's transforms.
+
+The sources' own transforms come first; `"auto"` becomes rules.
 
 Provenance records the chain, so it has to hold all that is applied: `"auto"` is replaced by the rules that it finds
 before it is decided whether the transforms were applied already, and the transforms of a source are in the chain.
@@ -46,7 +48,9 @@ class FoundRules(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class OneSource(Transform):
-    """Transforms of one of several sources, on its own leaves under the names that it gives them.
+    """Transforms of a named source, on its own leaves.
+
+    They see the names that the source gives them.
 
     Attributes:
       source: its name.
@@ -63,7 +67,7 @@ class OneSource(Transform):
         return all(getattr(step, "only_selects", False) is True for step in self.steps)
 
     def _joined_name(self, name: str) -> str:
-        """Returns the name of one of its leaves among those of all sources."""
+        """Returns the name of a leaf among all sources' leaves."""
         return prefixed(self.source, name)
 
     def own(self, state: FlatState) -> dict[str, Any]:
@@ -72,7 +76,10 @@ class OneSource(Transform):
         return {names[name]: value for name, value in state.items() if name in names}
 
     def target_below(self, target: FlatState) -> FlatState:
-        """Returns the part of a target below the source's name, by the names in it; all of it where there is none."""
+        """Returns the target below the source's name, or all of it.
+
+        By the names in it; all if there is no such part.
+        """
         start = f"{self.source}/"
         below = {name[len(start) :]: leaf for name, leaf in target.items() if name.startswith(start)}
         return below or target
@@ -115,7 +122,9 @@ class OneSource(Transform):
 
 
 def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callable[..., Any], ...]:
-    """Returns the transforms as a tuple; refuses what is none, such as text or a function that makes a rule pack.
+    """Checks transforms and returns them as a tuple.
+
+    Text and functions that make rule packs are refused.
 
     `has_target` where rules can be found, so that an error may advise `"auto"`.
     """
@@ -139,7 +148,10 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
 
 
 def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """Returns the transforms of a save, which has no target, so that no rules can be found for `"auto"`."""
+    """Returns the transforms of a save.
+
+    It has no target, so that no rules can be found for `"auto"`.
+    """
     if AUTO in [one for one in [transforms, *(transforms if is_sequence(transforms) else ())] if isinstance(one, str)]:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and a save has no target"
         raise RestorePlanError([Problem("rule", None, what, _PASS_RULES)])
@@ -147,7 +159,7 @@ def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
 
 
 def _pack_of(something: object) -> str | None:
-    """Returns the name of the function that makes a rule pack; None where something is none."""
+    """Returns the name of a rule pack's function, or None."""
     if not inspect.isfunction(something) or not str(something.__module__).startswith(f"{_PACKAGE_OF_PACKS}."):
         return None
     return something.__name__ if something.__name__ in _pack_names() else None
@@ -160,7 +172,7 @@ def _of_type(something: object) -> str:
 
 
 def _instead_of(something: object) -> str:
-    """Returns what to pass instead of something in a list of transforms."""
+    """Suggests a replacement for an item in a list of transforms."""
     if something == AUTO:
         return (
             f"{AUTO!r} stands alone, or is a source's: restore from ot.Source(path, {AUTO!r}) with the other transforms"
@@ -170,7 +182,7 @@ def _instead_of(something: object) -> str:
 
 
 def _call_of(name: str) -> str | None:
-    """Returns the call that makes the transform or the rule pack of this name; None where there is neither."""
+    """Returns the call of a named transform or rule pack, or None."""
     if name in _pack_names():
         parameters = inspect.signature(_pack_function(name)).parameters.values()
         wanted = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
@@ -179,7 +191,7 @@ def _call_of(name: str) -> str | None:
 
 
 def rules_found(given: Sequence[AnyTransform], written: Sequence[AnyTransform]) -> tuple[AnyTransform, ...]:
-    """Returns what a chain that was written out has in place of `"auto"`."""
+    """Returns the rules in a chain in place of `"auto"`."""
     asked = {
         one.source
         for one in given
@@ -202,7 +214,9 @@ def written_out(
     *,
     fillable: Collection[str] = (),
 ) -> tuple[AnyTransform, ...]:
-    """Returns the chain with the rules that `"auto"` finds from the source's leaves to the target's.
+    """Replaces `"auto"` in the chain by rules.
+
+    They lead from the source's leaves to the target's.
 
     Leaves of the target that are `fillable` need no rule.
     """
@@ -241,7 +255,10 @@ def _rules_of_auto(
 
 
 def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str]) -> Any:
-    """Finds the `FoundMapping` for the whole target, or for the leaves that the fallback does not fill."""
+    """Finds the target's `FoundMapping`, without fallback leaves.
+
+    It is for the whole target if there is no fallback.
+    """
     wanted = {name: leaf for name, leaf in target.items() if name not in fillable}
     if not wanted or len(wanted) == len(target):
         return _find_rules(source, target)

@@ -1,4 +1,6 @@
-"""Executes a plan: reads its boxes directly into the buffers that become the arrays' shards.
+"""Executes a plan: reads boxes into the arrays' shards.
+
+The buffers become the shards.
 
 An event loop in a thread of its own takes groups of leaves in plan order. Each group waits for its bytes of one budget
 (first in, first out; a group larger than the budget waits for all others), allocates 64-byte aligned buffers (which
@@ -60,7 +62,9 @@ _HOST_PLATFORMS = frozenset({"cpu"})
 def execute_plan(
     plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Any], RestoreReport]:
-    """Runs a plan for `RestorePlan.execute`; returns the values by name, and what was read and checked.
+    """Runs a plan for `RestorePlan.execute`.
+
+    Returns the values by name, and the record of reads and checks.
 
     `options.progress` is ignored: `on_progress` is called when bytes have arrived.
     """
@@ -71,7 +75,9 @@ def execute_plan(
 
 
 def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
-    """Returns the memory in which leaves of chunked formats may decode chunks, within the limit of an execution.
+    """Returns the memory for decoding chunks.
+
+    It is within the limit of an execution.
 
     Enough to keep all cores at work; more would only be filled by reads that run ahead of decoding. Remote leaves get
     all of the limit: what is under way to them hides round trips.
@@ -86,7 +92,10 @@ def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
 
 
 def has_transfers(entries: Iterable[PlanEntry]) -> bool:
-    """Reports whether arrays are sent to devices with memory of their own, whatever the default backend is."""
+    """Tests if arrays are sent to devices with their own memory.
+
+    Whatever the default backend is.
+    """
     shardings = {entry.leaf.sharding for entry in entries if entry.leaf is not None and not entry.leaf.is_on_host}
     platforms = {device.platform for sharding in shardings if sharding is not None for device in sharding.device_set}
     if None in shardings:
@@ -100,7 +109,10 @@ _Buffers = dict[str, list[np.ndarray]]
 
 
 class Execution:
-    """Execution of one plan, by the only process; `joint_executor` has that by several."""
+    """Execution of a plan by the only process.
+
+    `joint_executor` has that by several.
+    """
 
     _is_joint = False
 
@@ -160,7 +172,7 @@ class Execution:
             self._stop.set()  # also where an interrupt came before the inner one
 
     def _read_in(self, thread: LoopThread, groups: list[Group], pool: concurrent.futures.Executor) -> None:
-        """Reads groups in an event loop, and verifies what was read."""
+        """Reads groups in an event loop, and verifies the bytes."""
         thread.run(self._read_all(groups, pool), caller=self._caller)
 
     async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
@@ -203,12 +215,15 @@ class Execution:
             raise
 
     def _read_blocking(self, group: Group) -> _Buffers | None:
-        """Reads and finishes one group in this worker thread; None where another group has failed meanwhile."""
+        """Reads and finishes a group in this thread, or returns None.
+
+        None: another group has failed meanwhile.
+        """
         buffers, stages = _allocate(group)
         return buffers if self._reader.fill(stages, group.entries[0]) else None
 
     async def _read_awaited(self, group: Group, pool: concurrent.futures.Executor) -> _Buffers:
-        """Awaits one group's reads; what computes is done in a worker thread."""
+        """Awaits a group's reads, and computes in a worker thread."""
         buffers, stages = _allocate(group)
         await self._reader.fill_awaited(stages, group.entries[0], pool)
         return buffers
@@ -237,7 +252,9 @@ class Execution:
         return list(placed.values())
 
     def _computed_leaves(self, entries: Sequence[PlanEntry], compute: Compute) -> dict[Leaf, ValueLeaf]:
-        """Computes the leaves that a fallback function fills partly, or that are cast here.
+        """Computes the leaves that need computing after reading.
+
+        A fallback function fills them partly, or they are cast here.
 
         They are arrays of the function's own dtypes, placed like these leaves.
         """
@@ -253,7 +270,10 @@ class Execution:
         return {leaf: ValueLeaf(arrays[leaf.name], leaf.name) for leaf in computed}
 
     def _computed(self, compute: Compute) -> dict[str, Any]:
-        """Computes the leaves that a fallback function fills completely, in the target's dtypes."""
+        """Computes the leaves that a fallback function fills.
+
+        It fills them completely, in the target's dtypes.
+        """
         entries = [entry for entry in self._plan.entries if entry.action == "fallback" and entry.view is None]
         if not entries:
             return {}
@@ -279,7 +299,10 @@ class Execution:
 
 
 def _allocate(group: Group) -> tuple[_Buffers, list[list[BufferedPiece]]]:
-    """Allocates the buffers of each entry's shards; returns them and the pieces to read into them, by stage."""
+    """Allocates the buffers of each entry's shards.
+
+    Returns them and the pieces to read into them, by stage.
+    """
     buffers: _Buffers = {}
     outs: _Buffers = {}
     for entry in group.entries:

@@ -1,4 +1,6 @@
-"""Values for leaves that a checkpoint lacks: a tree of them, or a function of no arguments that returns one.
+"""Values for leaves that a checkpoint lacks.
+
+They are a tree, or a function of no arguments that returns a tree.
 
 A function is called under JAX's tracing. What it computes with JAX is an array without values until a plan is
 executed, and then only the missing ones are computed, under `jax.jit`, straight into their shardings. All else that it
@@ -24,7 +26,9 @@ from orbax_t5x.restoring.targets import flatten_target, require_finite
 
 
 class ComputedLeaf(BlockingLeaf):
-    """An array that a fallback function computes with JAX; it has values only while a plan is executed.
+    """Array that a fallback function computes with JAX.
+
+    It has values only while a plan is executed.
 
     `key_dtype` is that of typed PRNG keys, whose shape and dtype are those of their uint32 data.
     """
@@ -52,7 +56,9 @@ class ComputedLeaf(BlockingLeaf):
 
 
 class Fallback:
-    """Values for what the checkpoint lacks, by name: given ones, and a `ComputedLeaf` for each that JAX computes.
+    """Values for missing leaves, by name.
+
+    They are given, or a `ComputedLeaf` for each that JAX computes.
 
     `compute` computes the latter; it holds none of the values.
     """
@@ -76,14 +82,19 @@ class Fallback:
 
 
 class Computation:
-    """Computation of leaves by a fallback function, with the shapes and dtypes that it had when the plan was made."""
+    """Computation of leaves by a fallback function.
+
+    It has the shapes and dtypes of the time of the plan.
+    """
 
     def __init__(self, function: Callable[[], Any], arrays: Mapping[str, jax.ShapeDtypeStruct]):
         self._function = function
         self._arrays = arrays
 
     def __call__(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, Any]:
-        """Computes the named leaves of what the function returns, each straight into its sharding.
+        """Computes named leaves, each straight into its sharding.
+
+        They are of the tree that the function returns.
 
         A RestorePlanError where the function gives other shapes or dtypes than when the plan was made.
         """
@@ -96,7 +107,10 @@ class Computation:
         return values
 
     def _compute_together(self, names: Sequence[str], leaves: Mapping[str, TargetLeaf]) -> tuple[Any, ...]:
-        """Computes the named leaves under one `jax.jit`, which leaves out what is not needed."""
+        """Computes the named leaves under a single `jax.jit`.
+
+        JAX leaves out what is not needed.
+        """
 
         def missing() -> tuple[Any, ...]:
             given = _leaves_of(call_of_user(self._function))
@@ -109,7 +123,7 @@ class Computation:
         return jax.jit(missing, out_shardings=placings)()
 
     def _check_planned(self, names: Sequence[str], given: Mapping[str, Any]) -> None:
-        """Compares shapes and dtypes with those that the plan was made for."""
+        """Compares shapes and dtypes with the plan's."""
         problems: list[Problem] = []
         for name in names:
             value, planned = given.get(name), self._arrays[name]
@@ -124,7 +138,10 @@ class Computation:
 
 
 def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | None:
-    """Opens the caller's fallback; None, and a problem, where it cannot be used."""
+    """Opens the caller's fallback, or returns None.
+
+    None, and a problem: it cannot be used.
+    """
     if fallback is None:
         return None
     try:
@@ -141,7 +158,10 @@ def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | 
 
 
 def abstract_tree(fallback: Any) -> Any:
-    """Makes a target of a fallback: a tree as it is, a function's with what it computes as abstract arrays."""
+    """Makes a target of a fallback: a tree or a function's result.
+
+    Computed values of a function are abstract arrays.
+    """
     if not _is_function(fallback):
         return fallback
     values: list[Any] = []
@@ -183,7 +203,10 @@ def _in_dtype(value: Any, leaf: TargetLeaf) -> Any:
 
 
 def _devices(leaf: TargetLeaf) -> Hashable:
-    """Returns a key that is equal for leaves that one `jax.jit` may compute: the devices in order, or None."""
+    """Returns the devices that a `jax.jit` may share, or None.
+
+    The devices are in order; leaves with an equal key may be computed together.
+    """
     if leaf.sharding is None:
         return None
     if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, Mesh):

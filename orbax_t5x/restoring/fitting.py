@@ -1,4 +1,4 @@
-"""Decides if a value fits a leaf of the target, and which conversion that takes.
+"""Decides if a value fits a target leaf, and its conversion.
 
 The same rules hold for what a checkpoint has, what a transform put into the state dict, and what a fallback gives, as a
 tree or by a function: shapes are equal, a lossless conversion is done, a lossy one has to be asked for, and float to
@@ -39,7 +39,10 @@ _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
 
 
 class Fitting:
-    """Rules by which one plan converts values; `narrowed` are the leaves whose dtype `dtype=` has replaced."""
+    """Rules by which a plan converts values.
+
+    `narrowed` are the leaves with a dtype replaced by `dtype=`.
+    """
 
     def __init__(self, options: RestoreOptions, narrowed: frozenset[str], note: Callable[[Problem], None]):
         self._lossy_is_allowed = options.allow_lossy_cast
@@ -47,7 +50,9 @@ class Fitting:
         self._note = note
 
     def view(self, name: str, leaf: TargetLeaf, value: Any, origin: Origin, label: str | None = None) -> View | None:
-        """Returns a value as a view of the target's shape and dtype; with a problem as it is, or None if no array.
+        """Returns a value as a view of the target's shape and dtype.
+
+        With a problem it is returned as it is, or None if no array.
 
         The value is a lazy array, an array, a scalar, a typed key, or what a fallback function will compute. `origin`
         is where it comes from, for problems, `label` the name of a value without one of its own.
@@ -159,7 +164,10 @@ class Fitting:
         )
 
     def _text_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin) -> None:
-        """Notes text in place of numbers or the reverse, which nothing converts, `Cast` included."""
+        """Notes text in place of numbers or the reverse.
+
+        Nothing converts it, `Cast` included.
+        """
         have = "text" if kind_of(source) == "object" else f"dtype {source.name}"
         wanted = "text" if kind_of(leaf.dtype) == "object" else f"dtype {leaf.dtype.name}"
         fix = Fix.by_target(f"give the target {have} there" + (", such as an empty str" if have == "text" else ""))
@@ -168,7 +176,10 @@ class Fitting:
         self._problem("dtype", name, f"{origin} has {have}, the target {wanted}", fix)
 
     def _weakly_typed(self, name: str, leaf: TargetLeaf, value: complex, origin: Origin) -> Any:
-        """Converts a Python scalar as JAX does: weakly typed where the kinds allow; None after a problem."""
+        """Converts a Python scalar as JAX does, weakly typed.
+
+        If the kinds allow; None after a problem.
+        """
         if leaf.kind == "key" or not _is_weakly_convertible(np.asarray(value).dtype, leaf.dtype):
             return value
         if isinstance(value, int) and kind_of(leaf.dtype) == "int":
@@ -182,7 +193,7 @@ class Fitting:
     # -- typed keys
 
     def _key_fits(self, name: str, leaf: TargetLeaf, dtype: Any, origin: Origin) -> bool:
-        """Returns True if typed keys may fill the leaf; otherwise notes a problem."""
+        """Tests if typed keys may fill the leaf, or notes a problem."""
         if leaf.kind != "key":
             message = f"{origin} has typed PRNG keys ({dtype}), the target {leaf.dtype.name}"
             keys = Fix.in_program("pass jax.random.key_data(keys)")
@@ -205,7 +216,9 @@ class Fitting:
         self._problem("dtype", name, message, Fix.in_program(fix))
 
     def _stored_key_fits(self, name: str, leaf: TargetLeaf, view: View) -> bool:
-        """Returns True unless key data are recorded to be of another implementation; then notes a problem.
+        """Tests if key data may be of the leaf's implementation.
+
+        Notes a problem if another implementation is recorded.
 
         Key data of one implementation are no key of another, though their shapes may be equal; nor is a part of them.
         """
@@ -224,7 +237,10 @@ class Fitting:
 
 
 def _stored_impls(view: View) -> list[str]:
-    """Returns the implementations of the typed PRNG keys that a view is made of, where the format records them."""
+    """Returns the recorded implementations of a view's PRNG keys.
+
+    Empty if the format does not record them.
+    """
     return sorted({leaf.prng_impl for leaf in view.leaves() if leaf.prng_impl is not None})
 
 
@@ -233,7 +249,10 @@ def _key_text(impl: str) -> str:
 
 
 def _key_width_fix(impls: list[str]) -> Fix:
-    """Returns the fix for key data that no key of the target's implementation has; `impls` have such data."""
+    """Returns the fix for key data of the wrong width.
+
+    No key of the target's implementation has it; `impls` have such data.
+    """
     if not impls:
         return Fix("map a leaf to this name whose last dimension is that of such key data")
     names = " or ".join(map(repr, impls))
@@ -242,7 +261,10 @@ def _key_width_fix(impls: list[str]) -> Fix:
 
 
 def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> Fix:
-    """Returns the fix for a shape: `Pad` where the target is larger throughout, `Slice` where it is smaller."""
+    """Returns the fix for a shape: `Pad` or `Slice`.
+
+    `Pad` if the target is larger throughout, `Slice` if it is smaller.
+    """
     stored = Fix.by_target("give the target the checkpoint's shape")
     pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
     pattern = re.escape(name)
@@ -262,7 +284,7 @@ def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is
 
 
 def _key_dtype_of(value: Any) -> Any:
-    """Returns the dtype of typed PRNG keys; None for all else."""
+    """Returns the dtype of typed PRNG keys, or None."""
     if isinstance(value, ComputedLeaf):
         return value.key_dtype
     dtype = getattr(value, "dtype", None)
@@ -279,7 +301,10 @@ def _is_weakly_convertible(source: np.dtype, target: np.dtype) -> bool:
 
 
 def _described_source(name: str, view: View) -> str:
-    """Names the sources of a view in brackets; empty where names are equal, so that like problems have one text."""
+    """Names the sources of a view in brackets.
+
+    Empty if names are equal, so that like problems have the same text.
+    """
     names = list(dict.fromkeys(leaf.name for leaf in view.leaves()))
     if names == [name]:
         return ""
@@ -287,6 +312,9 @@ def _described_source(name: str, view: View) -> str:
 
 
 def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
-    """Makes the error for a step's value that the target's narrower dtype cannot hold; a plan does not see values."""
+    """Makes the error of a step too large for the target's dtype.
+
+    A plan does not see values.
+    """
     problem = Problem("dtype", leaf.name, message, Fix.by_target("give the target the stored dtype"))
     return RestorePlanError([problem], path=leaf.path or None)

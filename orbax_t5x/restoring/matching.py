@@ -1,4 +1,6 @@
-"""Matches the leaves of a transformed state dict with those of a target by name, shape and dtype.
+"""Matches a state dict's leaves with a target's leaves.
+
+By name, shape and dtype, after the transforms.
 
 Pure, and linear in the number of leaves.
 """
@@ -35,7 +37,7 @@ _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 class Matcher:
-    """Matcher of the leaves of a transformed state dict with those of a target.
+    """Matcher of a transformed state dict's leaves with a target's.
 
     Args:
       target: what is to be filled.
@@ -88,7 +90,10 @@ class Matcher:
     # -- the target's side
 
     def entries(self) -> list[PlanEntry]:
-        """Returns one entry per target leaf; what is wrong is in `problems` and `missing`."""
+        """Returns an entry per target leaf.
+
+        Problems are in `problems` and `missing`.
+        """
         planned = [self._plan_leaf(name, leaf) for name, leaf in self._leaves.items()]
         entries = [entry for entry in planned if entry is not None]
         if self._fallback is not None:
@@ -106,7 +111,7 @@ class Matcher:
             self.problems.insert(0, Problem("nothing_restored", None, message, _NOTHING_RESTORED))
 
     def _has_place(self) -> bool:
-        """Returns True if a leaf of the target has the name of something that comes from the checkpoint."""
+        """Tests if a target leaf has the name of a checkpoint's value."""
         return any(
             value is not None
             and (name in self._taken or self.target.is_kept(name))
@@ -116,7 +121,10 @@ class Matcher:
 
     @functools.cached_property
     def leftovers(self) -> list[str]:
-        """Names of the state dict that no target leaf takes; valid after `entries` was called."""
+        """Names of the state dict that no target leaf takes.
+
+        Valid after `entries` was called.
+        """
         target = self.target
         if target.kind == "everything":
             return []
@@ -128,7 +136,7 @@ class Matcher:
         return [name for name in left if not target.is_kept(name)] if target.kept else left
 
     def leftover_sources(self) -> list[str]:
-        """Returns the names of the checkpoint leaves that the leftovers of the state dict are made of."""
+        """Lists the names of the leftovers' checkpoint leaves."""
         values = (self.state[name] for name in self.leftovers)
         views = (as_view(value) for value in values if isinstance(value, LazyArray))
         return list(dict.fromkeys(name for view in views for name in self._source_names(view.leaves())))
@@ -191,7 +199,10 @@ class Matcher:
         return self._entry(name, leaf, source_name, value)
 
     def _entry(self, name: str, leaf: TargetLeaf, source_name: str, value: Any) -> PlanEntry | None:
-        """Makes the entry of a leaf from a value of the state dict; one that does not fit stays as it is."""
+        """Makes a leaf's entry from a value of the state dict.
+
+        A value that does not fit stays as it is.
+        """
         # A view, as most values are, is a lazy array; that is quick to see by its exact type.
         is_lazy = isinstance(value, View) or isinstance(value, LazyArray)
         origin = "the checkpoint" if is_lazy else "the state dict"
@@ -226,7 +237,10 @@ class Matcher:
         )
 
     def _filled(self, name: str, leaf: TargetLeaf, view: View) -> View | None:
-        """Fills a padded view with the elements that the fallback gives; None where there is a problem."""
+        """Fills a padded view from the fallback, or returns None.
+
+        None: there is a problem.
+        """
         value = None if self._fallback is None else self._fallback.leaves.get(name)
         if self._fallback is None or value is None:
             lack = "no fallback was given" if self._options.fallback is None else "that has no such leaf"
@@ -307,7 +321,9 @@ class Matcher:
 
 
 def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:
-    """Returns True if JAX computes an array in the leaf's dtype, straight into its sharding.
+    """Tests if JAX computes an array straight into its leaf.
+
+    It is in the leaf's dtype and sharding.
 
     What stays on the host is cast there, because JAX may not have its dtype, and so is what has its values checked.
     """
@@ -318,7 +334,10 @@ def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _placing_clash(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[str, str]:
-    """Returns JAX's reason why a sharding does not fit a shape, and the fix; both empty where it does."""
+    """Returns JAX's reason against a sharding, and the fix.
+
+    Both are empty if it fits the shape.
+    """
     try:
         sharding.shard_shape(shape)
     except (ValueError, IndexError) as error:  # JAX raises IndexError for a spec longer than the rank

@@ -36,7 +36,10 @@ def memory_limit(memory_limit_bytes: int | None) -> int:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raises TypeError for a `dtype` that NumPy does not know; None is the target's own."""
+    """Raises TypeError for a `dtype` unknown to NumPy.
+
+    None is the target's own.
+    """
     try:
         as_dtype(dtype)
     except TypeError as error:
@@ -99,7 +102,10 @@ class RestoreOptions:
         return RestoreOptions(**{name: arguments[name] for name in _NAMES if name in arguments})
 
     def within(self, limit: int | None) -> RestoreOptions:
-        """Returns the options with `memory_limit_bytes` at most `limit`, or unchanged without a limit."""
+        """Returns the options with `memory_limit_bytes` at most `limit`.
+
+        Without a limit they are unchanged.
+        """
         if limit is None:
             return self
         given = limit if self.memory_limit_bytes is None else self.memory_limit_bytes

@@ -1,4 +1,6 @@
-"""Plan of a restore: the reads of each target leaf, decided before an array byte is read.
+"""Plan of a restore: the reads of each target leaf.
+
+It is decided before an array byte is read.
 
 Views say what to read, target leaves what to make. A plan is data: `show` turns it into text and `executor` runs it,
 both loaded when they are first called.
@@ -46,7 +48,7 @@ Action = Literal["read", "value", "fallback", "keep"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlanEntry:
-    """One leaf of the target.
+    """A leaf of the target.
 
     Attributes:
       name: '/'-joined name in the target.
@@ -90,7 +92,10 @@ class PlanEntry:
 
     @property
     def reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
-        """The boxes that this process reads for it of each leaf, constants included; each box once."""
+        """The boxes of each leaf that this process reads.
+
+        Constants are included; each box comes once.
+        """
         leaf = None if self.view is None else self.view.leaf
         # The boxes of a bare leaf are those that it is asked for. Most entries are such: what is kept for each of them
         # is what Python's garbage collector goes through while it is planned.
@@ -102,12 +107,18 @@ class PlanEntry:
 
     @property
     def bytes_to_read(self) -> int:
-        """Bytes of array data that this process reads for it, as `RestoreReport.bytes_read` counts them."""
+        """Bytes of array data that this process reads for it.
+
+        As `RestoreReport.bytes_read` counts them.
+        """
         return sum([leaf.bytes_of(boxes) for leaf, boxes in self.reads])
 
 
 def boxes_by_leaf(items: Iterable[tuple[View, Box]]) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
-    """Returns the boxes of each leaf that reading boxes of views takes, each once."""
+    """Returns the boxes of leaves for boxes of views.
+
+    Each comes once.
+    """
     found: dict[Leaf, dict[Box, None]] = {}
     for view, box in items:
         for leaf, wanted in view.requests(box):
@@ -116,7 +127,10 @@ def boxes_by_leaf(items: Iterable[tuple[View, Box]]) -> tuple[tuple[Leaf, tuple[
 
 
 def addressable_boxes(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """Returns the unique index boxes of this process's shards; the whole array without a sharding."""
+    """Returns the unique index boxes of this process's shards.
+
+    Without a sharding it is the whole array.
+    """
     return (full_box(shape),) if sharding is None else _boxes_of(sharding, shape)
 
 
@@ -126,7 +140,10 @@ def _boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[
 
 
 def shard_indices(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Iterable[Sequence[slice] | None]:
-    """Returns the index of each shard that this process holds, in device order, as JAX gives it."""
+    """Returns the indices of this process's shards.
+
+    In device order, as JAX gives them.
+    """
     untyped: Any = sharding
     return untyped.addressable_devices_indices_map(shape).values()
 
@@ -142,7 +159,9 @@ def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RestoreReport:
-    """Report on one execution; printed, names of repeated layers are one line.
+    """Report on an execution.
+
+    Printed, names of repeated layers are a single line.
 
     Attributes:
       bytes_read: bytes of array data read by this process: of the elements that its shards need, decoded, each
@@ -174,7 +193,7 @@ class RestoreReport:
     from_fallback: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """Counts without names, in one line."""
+        """Counts without names, in a line."""
         parts = [f"{size_text(self.bytes_read)} read in {self.seconds:.2f} s"]
         if self.bytes_received:
             parts.append(f"{size_text(self.bytes_received)} received from other processes")
@@ -273,13 +292,15 @@ class RestorePlan:
         self.rest: tuple[Any, ...] | None = None
 
     def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Takes the provenance from a function, which is called where it is first used."""
+        """Sets a function that makes the provenance on first use."""
         self._read_provenance = read
 
     @functools.cached_property
     @guarded
     def provenance(self) -> tuple[Mapping[str, Any], ...]:
-        """The transforms that were applied to this state, oldest first, to record with what is saved of it.
+        """The transforms behind this state, oldest first.
+
+        They are recorded with a save of it.
 
         Of a plan without transforms, of a step that records nothing, the run's older steps are read for it.
         """
@@ -287,12 +308,15 @@ class RestorePlan:
 
     @functools.cached_property
     def filled(self) -> tuple[str, ...]:
-        """Names of the target's leaves that come from the fallback, in the target's order."""
+        """Names of the leaves from the fallback, in target order."""
         return tuple([entry.name for entry in self.entries if entry.action == "fallback"])
 
     @functools.cached_property
     def bytes_to_read(self) -> int:
-        """Bytes of array data that this process will read, as `RestoreReport.bytes_read` counts them."""
+        """Bytes of array data that this process will read.
+
+        As `RestoreReport.bytes_read` counts them.
+        """
         wanted: dict[Leaf, tuple[Box, ...]] = {}
         shared: dict[Leaf, list[Box]] = {}
         for entry in self.entries:
@@ -310,7 +334,10 @@ class RestorePlan:
         progress: Progress | None = RestoreOptions.progress,
         broadcast: BroadcastMode = RestoreOptions.broadcast,
     ) -> Any:
-        """Reads what the plan says and returns the target's structure, filled; arguments as for `orbax_t5x.restore`."""
+        """Executes the plan and returns the filled target.
+
+        Arguments as for `orbax_t5x.restore`.
+        """
         return self.run(RestoreOptions.among(locals()))
 
     @property
@@ -324,7 +351,7 @@ class RestorePlan:
 
     @guarded
     def run(self, options: RestoreOptions) -> Any:
-        """Runs `execute` with its keywords as one object."""
+        """Runs `execute` with its keywords as an object."""
         if self.filled and (warning := _warning_of_filled(self)):
             _logger.warning("%s", warning)
         # The lines count through the whole plan.
@@ -340,7 +367,7 @@ class RestorePlan:
         return restored
 
     def explain(self, leaf: str) -> str:
-        """Explains the source of one target leaf, or the use of one leaf of the checkpoint.
+        """Explains a target leaf's source, or a checkpoint leaf's use.
 
         Raises:
           KeyError: neither the target nor the checkpoint has the name; the text gives the closest ones.
@@ -348,7 +375,10 @@ class RestorePlan:
         return _explain_leaf(self, leaf)
 
     def diff(self, other: RestorePlan) -> str:
-        """Compares two plans; returns the leaves that they treat differently as text, empty when there are none."""
+        """Compares two plans; returns their differences as text.
+
+        It is about leaves; empty when there are no differences.
+        """
         return _plan_diff(self, other)
 
     def to_json(self) -> dict[str, Any]:

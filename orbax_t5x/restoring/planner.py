@@ -1,4 +1,6 @@
-"""Makes a plan from source leaves, transforms and a target, or one error that lists everything that is wrong.
+"""Makes a plan, or an error with every problem.
+
+From source leaves, transforms and a target.
 
 Nothing here reads or lists anything: the checkpoints are open, and whether the transforms were applied before is
 decided by the caller between `plan_inputs` and `build_plan`. Every stage gathers `Problem`s; only the end raises,
@@ -38,7 +40,9 @@ _partial_rules = on_demand.function("orbax_t5x.restoring.diagnose.partial_rules"
 
 @dataclasses.dataclass(frozen=True)
 class PlanInputs:
-    """Inputs of a plan: open sources, a flattened target, the transforms between them, and what was decided about them.
+    """Inputs of a plan: sources, target, transforms, decisions.
+
+    The sources are open, the target is flattened.
 
     Attributes:
       stored: the leaves by their names in the sources.
@@ -70,11 +74,17 @@ class PlanInputs:
         return {leaf: name for name, view in self.stored.items() if view is not None for leaf in view.leaves()}
 
     def match(self, state: Mapping[str, Any], diagnostics: Diagnostics) -> Matcher:
-        """Makes a matcher of a state dict, with the diagnostics of the transforms that made it."""
+        """Makes a matcher of a state dict.
+
+        It has the diagnostics of the transforms that made the dict.
+        """
         return Matcher(self.target, self.options, self.fallback, self.stored_names, state, diagnostics)
 
     def bare_sources(self) -> dict[str, dict[str, Any]]:
-        """Returns the leaves of the sources without transforms of their own, by the sources' own names for them."""
+        """Returns the leaves of the sources without own transforms.
+
+        By the sources' own names for them.
+        """
         names = set(filter(None, self.sources.checkpoints))
         bare = names - {one.source for one in self.transforms if isinstance(one, OneSource)}
         leaves: dict[str, dict[str, Any]] = {}
@@ -89,7 +99,9 @@ class PlanInputs:
 def plan_inputs(
     sources: OpenSources, target: Any, transforms: Sequence[Callable[..., Any]], options: RestoreOptions
 ) -> PlanInputs:
-    """Flattens the target, names the leaves of the sources, and finds the rules of `"auto"`.
+    """Prepares the inputs of a plan.
+
+    It flattens the target, names the leaves of the sources, and finds the rules of `"auto"`.
 
     The `transforms` are those of the restore: the sources' own are before them.
     """
@@ -111,7 +123,9 @@ def plan_inputs(
 
 
 def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:
-    """Plans a restore after a `decision` about its transforms; a RestorePlanError has every problem.
+    """Plans a restore after a `decision` about its transforms.
+
+    A RestorePlanError has every problem.
 
     `proposes` is whether transforms that would help are looked for where leaves are missing.
     """
@@ -199,7 +213,7 @@ def _is_changed(source: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
 
 
 def _raise_broken(entries: Iterable[PlanEntry]) -> None:
-    """Raises the reader's own error for a leaf that is needed and could not be understood."""
+    """Raises the reader's own error for a needed broken leaf."""
     for entry in entries:
         for leaf in entry.leaves:
             if leaf.error is not None:
@@ -230,7 +244,10 @@ def _everything(
     entries: Sequence[PlanEntry],
     transforms: Sequence[Any],
 ) -> Target:
-    """Makes the target of a restore without one: all leaves as NumPy, with None, empty containers and `...`."""
+    """Makes the target of a restore without a target.
+
+    All leaves are NumPy, with None, empty containers and `...`.
+    """
     empties: dict[str, Any] = {name: None for name, value in state.items() if value is None}
     for prefix, checkpoint in checkpoints.items():
         found = {prefixed(prefix, name): empty for name, empty in checkpoint.empties.items()}

@@ -1,4 +1,7 @@
-"""Sources of a restore: one checkpoint or several by name, each with transforms of its own, and their leaves."""
+"""Sources of a restore: checkpoints, transforms, leaves.
+
+There is a checkpoint, or several by name, each with transforms of its own.
+"""
 
 from __future__ import annotations
 
@@ -82,11 +85,14 @@ class OpenSources:
 
     @property
     def single(self) -> Checkpoint | None:
-        """The checkpoint, where there is only one."""
+        """The only checkpoint."""
         return next(iter(self.checkpoints.values())) if len(self.checkpoints) == 1 else None
 
     def leaves(self, diagnostics: Diagnostics) -> dict[str, Any]:
-        """Returns all leaves by name, and None where a checkpoint has None; those of a named source with a prefix."""
+        """Returns all leaves by prefixed name.
+
+        None for a None of a checkpoint; only leaves of a named source have a prefix.
+        """
         if "" in self.checkpoints:
             return _leaves_of(self.checkpoints[""])
         leaves: dict[str, Any] = {}
@@ -138,7 +144,10 @@ def _opened(source: Source, options: RestoreOptions, stack: contextlib.ExitStack
 
 
 def _own_chain(sources: Mapping[str, Source], checkpoints: Mapping[str, Checkpoint]) -> tuple[Callable[..., Any], ...]:
-    """Returns the sources' own transforms; of a named source each sees its leaves, where it is open."""
+    """Returns the sources' own transforms.
+
+    Of a named source each sees its leaves, if the source is open.
+    """
     chain: list[Callable[..., Any]] = []
     for name, source in sources.items():
         steps = chain_of(source.transforms)
@@ -152,7 +161,9 @@ def _own_chain(sources: Mapping[str, Source], checkpoints: Mapping[str, Checkpoi
 
 
 def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """Returns the chain of a restore whose sources are not opened: it has the right digest, and is not applied.
+    """Returns the chain of unopened sources.
+
+    It has the right digest, and is not applied.
 
     Empty where `"auto"` stands in it: what that found at the time is not known without the source.
 
@@ -178,7 +189,9 @@ def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def without_saved_whole_prefix(source: dict[str, Any], start: str) -> dict[str, Any]:
-    """Renames the leaves of a train state that stock Orbax saved whole (`_optimizer/target/…`) as its state dict does.
+    """Renames the leaves of a train state that Orbax saved whole.
+
+    From `_optimizer/target/…` to the names of its state dict.
 
     Args:
       source: by name.

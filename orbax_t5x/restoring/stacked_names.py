@@ -1,4 +1,7 @@
-"""Names by which models call their layers, with a number for each or as one leaf for all of them."""
+"""Names of layers in models, numbered or stacked.
+
+A stacked leaf has all layers.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ _LAYER = re.compile(r"(?i)(?:.*(?:layer|block)s?|blk|h)")
 
 
 def is_layer_word(part: str) -> bool:
-    """Reports whether a part of a name, without the number at its end, is a word for a layer."""
+    """Tests if a name's part, without its number, means a layer."""
     return _LAYER.fullmatch(part) is not None
 
 
 def stacked_part(name: str) -> str | None:
-    """Returns the beginning of a name up to a part for layers without a number, or None: one dimension may count them.
+    """Returns a name up to an unnumbered layer part, or None.
+
+    A dimension may count these layers.
 
     Flaxformer and T5X repeat the name of the tower: `decoder/decoder`.
     """

@@ -1,4 +1,6 @@
-"""Describes one leaf of a target: shape, dtype, sharding and type of the value that is to replace it.
+"""Describes a target leaf: shape, dtype, sharding and type.
+
+The type is that of the value that replaces it.
 
 A leaf that nothing can be restored into is a problem, never an exception. Nothing here touches array bytes.
 """
@@ -28,7 +30,7 @@ _ORBAX = "orbax."
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetLeaf:
-    """Description of one leaf of the target.
+    """Description of a leaf of the target.
 
     Attributes:
       kind: "jax" (a `jax.Array`), "key" (a typed PRNG key), "numpy", "scalar" (of `scalar_type`), "keep" (a
@@ -64,7 +66,10 @@ class TargetLeaf:
 
     @property
     def placing(self) -> Any:
-        """Argument for JAX: the layout where there is a special one, the sharding, or None for one device."""
+        """The `device` argument for `jax.device_put`.
+
+        A special layout, the sharding, or None for a single device.
+        """
         return self.layout if self.layout is not None else self.sharding
 
 
@@ -168,7 +173,10 @@ def is_key_dtype(dtype: Any) -> bool:
 
 
 def key_impl_of(dtype: Any) -> str | None:
-    """Returns the implementation's name of a typed key's dtype, or None for one that is not JAX's own."""
+    """Returns a typed key dtype's implementation, or None.
+
+    None: it is not JAX's own.
+    """
     return next((name for name in _KEY_IMPLEMENTATIONS if _key_dtype(name) == dtype), None)
 
 
@@ -178,7 +186,7 @@ def key_data_shape(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
 
 
 def impls_of_data(shape: tuple[int, ...]) -> list[str]:
-    """Returns the implementations of which one typed key has data of this shape."""
+    """Returns the implementations with key data of this shape."""
     return [impl for impl in _KEY_IMPLEMENTATIONS if key_data_shape((), _key_dtype(impl)) == shape]
 
 
@@ -191,7 +199,10 @@ def _key_dtype(impl: str) -> Any:
 
 
 def _on_mesh_in_use(sharding: NamedSharding) -> NamedSharding | None:
-    """Moves a sharding from an abstract mesh to the mesh in use; None where that has other axes."""
+    """Moves an abstract sharding to the mesh in use.
+
+    None: that has other axes.
+    """
     mesh = jax.sharding.get_mesh()
     if dict(mesh.shape) != dict(sharding.mesh.shape):
         return None
@@ -211,7 +222,10 @@ def _abstract_mesh(name: str, leaf: Any) -> Problem:
 
 
 def _special_layout(leaf: Any, sharding: jax.sharding.Sharding | None) -> Format | None:
-    """Returns the leaf's Format where its layout is not row-major, else None: passing the default costs more."""
+    """Returns the leaf's Format if it is special, else None.
+
+    A layout is special if not row-major: passing the default costs more.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct) or isinstance(leaf, jax.Array):  # the check of jax.Array is slow
         layout = getattr(getattr(leaf, "format", None), "layout", None)
         order = getattr(layout, "major_to_minor", None)

@@ -1,4 +1,6 @@
-"""Flattens targets: the name and description of each leaf, and the function that rebuilds the whole.
+"""Flattens targets: leaves by name, and their rebuilder.
+
+The rebuilder is a function that makes the whole.
 
 Any pytree is a target. T5X's train states and `nnx` states and modules name their own leaves, alone or inside other
 containers. Nothing here touches array bytes, and nothing imports Flax: a train state is known by its methods, and
@@ -28,7 +30,10 @@ _MODEL_PARAMETERS = frozenset({"target", "params"})
 
 
 def is_parameter_name(name: str) -> bool:
-    """Returns True for the name of a model's parameter in a train state; `dtype=` applies to these."""
+    """Tests for a model parameter's name in a train state.
+
+    `dtype=` applies to these.
+    """
     return name.partition("/")[0] in _MODEL_PARAMETERS
 
 
@@ -56,17 +61,23 @@ class Target:
 
     @functools.cached_property
     def kept(self) -> frozenset[str]:
-        """Names of the placeholders, each of which covers all that is below it."""
+        """Names of the placeholders.
+
+        Each covers all that is below it.
+        """
         return frozenset(name for name, leaf in self.leaves.items() if leaf.kind == "keep")
 
     def is_kept(self, name: str) -> bool:
-        """Returns True if this name or one of its containers is a placeholder."""
+        """Tests if a name or its container is a placeholder."""
         parts = name.split("/")
         return "" in self.kept or any("/".join(parts[:end]) in self.kept for end in range(1, len(parts) + 1))
 
 
 def require_finite(tree: Any, kind: ProblemKind = "target") -> None:
-    """Raises a RestorePlanError for a tree that contains itself, or has more levels than any that is meant."""
+    """Refuses a recursive or too deep tree.
+
+    By a RestorePlanError.
+    """
     try:
         require_levels(tree)
     except EndlessTreeError as error:
@@ -95,7 +106,10 @@ def _has_optimizer(train_state: Any) -> bool:
 
 
 def _in_structure_of(target: Any, restored: Any) -> Any:
-    """Returns a restored train state in the target's containers: `InferenceState.restore_state` freezes its dicts."""
+    """Puts a restored train state into the target's containers.
+
+    `InferenceState.restore_state` freezes its dicts.
+    """
     treedef = jax.tree_util.tree_structure(target)
     leaves = jax.tree_util.tree_leaves(restored)
     # A target without parameters takes any.
@@ -111,7 +125,7 @@ class _OwnLeaf(NamedTuple):
 
 
 class _Flattening:
-    """Builder of one `Target`."""
+    """Builder of a `Target`."""
 
     def __init__(self) -> None:
         self._leaves: dict[str, TargetLeaf] = {}
@@ -134,7 +148,10 @@ class _Flattening:
         )
 
     def _add_node(self, name: str, node: Any) -> Rebuild:
-        """Adds the leaves of any pytree; returns the function that rebuilds the pytree from values by name."""
+        """Adds the leaves of any pytree; returns its rebuilder.
+
+        The rebuilder takes values by name.
+        """
         paths, treedef = _open_pytree(node)
         start = f"{name}/" if name else ""
         names: list[str] = []
@@ -175,7 +192,10 @@ class _Flattening:
         return leaves, lambda values: _in_structure_of(state, state.restore_state(unflatten(values)))
 
     def _add_dict(self, name: str, node: dict[Any, Any]) -> Rebuild:
-        """Adds the leaves of a dict whose keys JAX cannot sort, in the dict's own order."""
+        """Adds a dict's leaves in its own order.
+
+        JAX cannot sort its keys.
+        """
         start = f"{name}/" if name else ""
         rebuilds = {key: self._add_node(f"{start}{key}", child) for key, child in node.items() if child is not None}
         return lambda values: {key: rebuilds[key](values) if key in rebuilds else None for key in node}

@@ -28,7 +28,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "handlers": (0.6, 9),
     "multihost": (5.9, 15),
     "provenance": (5.7, 14),
-    "restoring": (5.8, 15),
+    "restoring": (2.6, 10),
     "rules": (5.4, 15),
     "transforms": (5.5, 14),
 }

@@ -1,1 +1,4 @@
-"""Broadcasts stored bytes: each is read by one process and sent to those that need it."""
+"""Broadcasts stored bytes.
+
+A single process reads each byte and sends it to the processes that need it.
+"""

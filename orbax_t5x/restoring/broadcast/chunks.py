@@ -1,4 +1,6 @@
-"""Cuts what a broadcast sends into chunks, and decides whether sending is cheaper than reading.
+"""Cuts a broadcast into chunks, sent or read.
+
+It decides if sending is cheaper than reading.
 
 No stored byte belongs to two chunks. One process reads a chunk, and finishes what views have left to do. For
 `broadcast="auto"` both ways are counted, in requests and bytes of all processes together, and weighed by what the
@@ -29,7 +31,7 @@ _RUN_BYTES = 256 << 10
 
 @dataclasses.dataclass(frozen=True)
 class BroadcastChunk:
-    """Chunk: what one process reads at once.
+    """Chunk: the pieces that a process reads at once.
 
     Attributes:
       owner: the process that reads it.
@@ -50,7 +52,10 @@ class BroadcastChunk:
 
 
 class DividedChunk(NamedTuple):
-    """Chunk without an owner: `candidates` are the processes that can read it; see `BroadcastChunk` for the others."""
+    """Chunk without an owner.
+
+    `candidates` are the processes that can read it; see `BroadcastChunk` for the other fields.
+    """
 
     pieces: tuple[Piece, ...]
     candidates: tuple[int, ...]
@@ -60,7 +65,9 @@ class DividedChunk(NamedTuple):
 
 
 def divide(cluster: Sequence[EntryNeeds], gathered_bytes: int, exchanged_bytes: int) -> list[DividedChunk] | None:
-    """Divides a cluster into chunks of about so many bytes; None where no process can read one of them.
+    """Divides a cluster into chunks of about so many bytes.
+
+    None: no process can read some chunk.
 
     Values in memory are those of one process, and may be sharded: what is made with them is read by a process that
     needs all of it.
@@ -84,7 +91,7 @@ def divide(cluster: Sequence[EntryNeeds], gathered_bytes: int, exchanged_bytes: 
 
 
 def _is_exchanged(pieces: Sequence[Piece], needers: Mapping[int, Sequence[Sequence[int]]]) -> bool:
-    """Tests whether members receive at most half as much where each receives what it needs as where all receive all."""
+    """Tests if point-to-point halves the bytes of an all-gather."""
     members: set[int] = set()
     needed = stored = 0
     for piece in pieces:
@@ -97,7 +104,10 @@ def _is_exchanged(pieces: Sequence[Piece], needers: Mapping[int, Sequence[Sequen
 
 
 def _cut(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
-    """Cuts pieces where no stored byte is on both sides, into about `chunk_bytes` where that is possible."""
+    """Cuts pieces between stored bytes, if possible.
+
+    Chunks have about `chunk_bytes`; no stored byte is on both sides of a cut.
+    """
     apart = sum(pieces_stored_bytes([piece], with_neighbours) for piece in pieces)
     if len(pieces) > 1 and apart == pieces_stored_bytes(pieces, with_neighbours):
         for piece in pieces:
@@ -120,7 +130,9 @@ def _cut(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
 
 
 def _cut_rows(pieces: list[Piece], chunk_bytes: int) -> tuple[list[list[Piece]], list[Piece]]:
-    """Cuts pieces of one byte range that have the same rows, as the general way does but all at once, and the rest.
+    """Cuts pieces of a byte range with the same rows.
+
+    The result is as in general, but all at once; the rest is returned.
 
     Each of many processes needs a piece of each of many chunks: what is looked at again for each chunk costs most.
     """
@@ -145,7 +157,9 @@ def _cut_rows(pieces: list[Piece], chunk_bytes: int) -> tuple[list[list[Piece]],
 
 
 def with_neighbours(leaf: Leaf, boxes: Iterable[Box]) -> int:
-    """Counts as `stored_bytes`, but takes what is in one run of a byte range as stored together.
+    """Counts as `stored_bytes`, but joins neighbours.
+
+    Pieces in the same run of a byte range count as stored together.
 
     Columns of an array are read over the gaps between them: two processes that read some of one row would read it
     twice.
@@ -158,7 +172,10 @@ def with_neighbours(leaf: Leaf, boxes: Iterable[Box]) -> int:
 
 
 def _joined_pieces(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, tuple[int, ...]]]:
-    """Joins the pieces of each entry where they are a box together; yields each box with the numbers of its pieces."""
+    """Joins each entry's pieces if they form a box.
+
+    It yields each box with the numbers of its pieces.
+    """
     by_entry: dict[PlanEntry, list[int]] = {}
     for number, piece in enumerate(pieces):
         by_entry.setdefault(piece.entry, []).append(number)
@@ -177,7 +194,7 @@ def piece_bytes(piece: Piece) -> int:
 
 
 def host_bytes(piece: Piece) -> int:
-    """Returns the bytes of a piece and of what its view computes with."""
+    """Returns the bytes of a piece and of its view's computation."""
     return piece_bytes(piece) + piece.view.scratch_bytes(piece.box)
 
 
@@ -189,7 +206,7 @@ _SENT_BYTE = {StoreKind.SHARED: 1 / 2, StoreKind.BUCKET: 1 / 8}
 
 
 class ReadCounts(NamedTuple):
-    """Counts of what all processes together take from a store."""
+    """Counts of all processes' reads of a store together."""
 
     requests: int
     nbytes: int
@@ -217,7 +234,7 @@ class ReadDecision(NamedTuple):
 
     @property
     def is_broadcast(self) -> bool:
-        """True where one process reads and sends."""
+        """True if a single process reads and sends."""
         if self.once is None or self.store is StoreKind.LOCAL:
             return False
         request = _REQUEST_BYTES[self.store]
@@ -226,7 +243,7 @@ class ReadDecision(NamedTuple):
 
 
 class SharedReads(NamedTuple):
-    """Reads of one chunk of a broadcast: what becomes of it, the pieces that are read, and who needs some of it."""
+    """A broadcast chunk: decision, pieces, receivers."""
 
     pieces: Sequence[Piece]
     reads: Sequence[Piece]
@@ -234,7 +251,10 @@ class SharedReads(NamedTuple):
 
 
 def decide_reads(cluster: Sequence[EntryNeeds], chunks: Iterable[SharedReads] | None, store: StoreKind) -> ReadDecision:
-    """Decides about entries that share stored bytes; without `chunks` nothing can be sent."""
+    """Decides about entries that share stored bytes.
+
+    Without `chunks` nothing can be sent.
+    """
     own = _own_reads(cluster)
     if chunks is None:
         return ReadDecision(store, own, None)
@@ -251,7 +271,10 @@ def decide_reads(cluster: Sequence[EntryNeeds], chunks: Iterable[SharedReads] | 
 
 
 def _own_reads(cluster: Sequence[EntryNeeds]) -> ReadCounts:
-    """Counts what the processes read for themselves; those that need the same boxes are counted together."""
+    """Counts the processes' own reads.
+
+    Processes that need the same boxes are counted together.
+    """
     by_process: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
     for number, one in enumerate(cluster):
         for index, needers in enumerate(one.needers):
@@ -266,7 +289,7 @@ def _own_reads(cluster: Sequence[EntryNeeds]) -> ReadCounts:
 
 
 def counts_of(items: Iterable[tuple[View, Box]]) -> ReadCounts:
-    """Counts what one process takes for boxes of views that it reads together."""
+    """Counts a process's reads of views' boxes together."""
     total = ReadCounts(0, 0)
     for leaf, boxes in boxes_by_leaf(items):
         if not leaf.is_value:
@@ -275,7 +298,9 @@ def counts_of(items: Iterable[tuple[View, Box]]) -> ReadCounts:
 
 
 def leaf_reads(leaf: Leaf, boxes: Sequence[Box]) -> ReadCounts:
-    """Counts requests and bytes for boxes of a leaf: stored chunks, or byte ranges with the small gaps between them.
+    """Counts requests and bytes for boxes of a leaf.
+
+    They are of stored chunks, or of byte ranges with the small gaps between them.
 
     A chunk that may be stored in a node of a database counts as it is in memory, and is compressed there.
     """

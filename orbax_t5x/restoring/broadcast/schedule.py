@@ -1,4 +1,6 @@
-"""Schedules a broadcast: which process reads which chunk, and in which rounds they send one another messages.
+"""Schedules a broadcast: readers of chunks and rounds.
+
+In a round, processes send one another messages.
 
 In one round each member has a send buffer of one size. Where most need most of it, a buffer has one slot, and all
 members receive all buffers (all-gather). Else it has a slot for each member, which receives that of each buffer
@@ -49,7 +51,10 @@ _OWN_BUFFERS = 5
 
 
 class Message(NamedTuple):
-    """Message: a box within one piece of a chunk, both by number, as it is sent."""
+    """A box within a chunk's piece, as it is sent.
+
+    The box and the piece are given by number.
+    """
 
     chunk: int
     piece: int
@@ -63,7 +68,7 @@ Slots = tuple[tuple[Message, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class BroadcastRound:
-    """Round of a broadcast: what some processes send one another at once.
+    """Round of a broadcast: simultaneous messages between processes.
 
     `sent` has the slots of each member's send buffer, in order; `slot_bytes` are those of each slot, the same for all.
     """
@@ -74,26 +79,29 @@ class BroadcastRound:
 
     @property
     def slots(self) -> int:
-        """The number of slots of a send buffer: one, or one for each member."""
+        """The number of slots of a send buffer.
+
+        It is 1, or a slot for each member.
+        """
         return len(self.sent[0])
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of the buffers of one process: what it sends, and what it receives."""
+        """The bytes of a process's send and receive buffers."""
         return (self.slots + len(self.members)) * self.slot_bytes
 
     def sent_by(self, process: int) -> Slots:
-        """Returns what one member sends."""
+        """Lists the messages that a member sends."""
         return self.sent[self.members.index(process)]
 
     def received_by(self, process: int) -> list[tuple[Message, ...]]:
-        """Returns what one member receives, by sender."""
+        """Lists the messages to a member, by sender."""
         slot = 0 if self.slots == 1 else self.members.index(process)
         return [slots[slot] for slots in self.sent]
 
 
 def message_starts(messages: Iterable[Message]) -> Iterator[tuple[int, Message]]:
-    """Yields each message of a send buffer with the byte at which it begins."""
+    """Yields each message of a send buffer with its first byte."""
     start = 0
     for message in messages:
         yield start, message
@@ -111,7 +119,10 @@ class _QueuedChunk:
         self._messages[slot].append(message)
 
     def take(self, slots: list[list[Message]], used: list[int], slot_bytes: int) -> bool:
-        """Moves messages into slots, of which so many bytes are used, as far as they fit; True if all did."""
+        """Moves messages into slots as far as they fit.
+
+        So many bytes of the slots are used. True if all fitted.
+        """
         for slot, queued in self._messages.items():
             while queued and used[slot] + _aligned(queued[0].size) <= slot_bytes:
                 message = queued.popleft()
@@ -121,7 +132,10 @@ class _QueuedChunk:
 
 
 class _Queue:
-    """Queue of what the members of one set send one another, in order, until it is in a round."""
+    """Queue of messages between a set's members.
+
+    They are in order, until they are in a round.
+    """
 
     def __init__(self, members: tuple[int, ...], is_exchanged: bool, limit: int):
         self.members = members
@@ -133,13 +147,16 @@ class _Queue:
         self._largest_chunk = 0
 
     def add(self, owner: int, chunk: _QueuedChunk, size: int) -> None:
-        """Adds a chunk of `owner`, whose messages have `size` bytes."""
+        """Adds a chunk of `owner` with messages of `size` bytes."""
         self._queues[owner].append(chunk)
         self._size += size
         self._largest_chunk = max(self._largest_chunk, size)
 
     def is_full(self) -> bool:
-        """Tests whether a round is due: each member may have as much to send as its buffer or a chunk has."""
+        """Tests if a round is due.
+
+        Each member may have as much to send as its buffer or a chunk has.
+        """
         return self._size >= len(self.members) * max(self.slot_bytes * self.slots, self._largest_chunk)
 
     def is_empty(self) -> bool:
@@ -161,7 +178,7 @@ class _Queue:
         return BroadcastRound(self.members, tuple(sent), min(self.slot_bytes, rounded))
 
     def _take(self, queued: collections.deque[_QueuedChunk], slots: list[list[Message]], used: list[int]) -> None:
-        """Moves the messages of one member's chunks into its slots.
+        """Moves the messages of a member's chunks into its slots.
 
         Of chunks that stay, as one slot is full and another is not, no more are begun than a send buffer holds.
         """
@@ -176,7 +193,10 @@ class _Queue:
 def rounds_of(
     chunks: Sequence[BroadcastChunk], needs: Mapping[PlanEntry, EntryNeeds], limit: int
 ) -> Iterator[BroadcastRound]:
-    """Yields the rounds that send all chunks, with `limit` bytes in flight in each process."""
+    """Yields the rounds that send all chunks.
+
+    `limit` bytes are in flight in each process.
+    """
     queues: dict[tuple[tuple[int, ...], bool], _Queue] = {}
     for number, chunk in enumerate(chunks):
         kind = chunk.members, chunk.is_exchanged
@@ -203,7 +223,10 @@ def rounds_of(
 
 
 def _message_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Cuts a box into boxes of at most `limit` bytes, in row-major order."""
+    """Cuts a box into boxes of at most `limit` bytes.
+
+    They are in row-major order.
+    """
     if not box or box_size(box) * itemsize <= limit:
         yield box
         return
@@ -219,7 +242,10 @@ def _message_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
 
 
 def buffer_limit(limit: int, members: int, is_exchanged: bool) -> int:
-    """Returns the bytes of a send buffer for which all of a round, and what they are made of, are within the limit."""
+    """Returns the send buffer's bytes within the limit.
+
+    All of a round, and its sources, are within the limit.
+    """
     received = 1 if is_exchanged else members
     return max(_LEAST_BUFFER_BYTES, limit // (received + _OWN_BUFFERS) // ALIGNMENT * ALIGNMENT)
 
@@ -234,7 +260,9 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Schedule of a broadcast; `unshared` is what each process reads for itself.
+    """Schedule of a broadcast.
+
+    `unshared`: each process's own reads.
 
     `decisions` are those about each entry, by name, where it was decided.
     """
@@ -249,7 +277,9 @@ class Schedule:
 def schedule_broadcast(
     needs: Sequence[EntryNeeds], processes: int, limit: int, stores: Stores | None = None
 ) -> Schedule:
-    """Schedules what all processes need, in plan order, with `limit` bytes in flight in each.
+    """Schedules all processes' needs, in plan order.
+
+    `limit` bytes are in flight in each.
 
     With `stores`, only what costs less when it is read once and sent than when each process reads it for itself.
     """
@@ -315,7 +345,9 @@ def _is_unshared(cluster: Sequence[EntryNeeds]) -> bool:
 
 
 def decisions_of(plan: RestorePlan) -> Mapping[str, ReadDecision]:
-    """Returns what `broadcast="auto"` decides about each entry that is read, by name; empty with one process.
+    """Returns the decisions of `broadcast="auto"` by entry name.
+
+    It is empty with a single process.
 
     After an execution these are its own decisions, from what all processes needed.
     """

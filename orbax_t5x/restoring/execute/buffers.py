@@ -1,4 +1,6 @@
-"""Allocates the buffers of an array's shards in one aligned allocation, and makes the array of them.
+"""Allocates an array's shard buffers, and makes the array.
+
+They are in a single aligned allocation.
 
 `jax` takes a buffer at a 64-byte boundary over without a copy on CPU; shards of one array share one allocation, which
 lives exactly as long as the array. Nothing here reads.
@@ -30,7 +32,7 @@ _BYTE = np.dtype(np.uint8)
 
 @dataclasses.dataclass(frozen=True)
 class BufferLayout:
-    """Layout of the boxes of one array on this process in one allocation.
+    """Layout of this process's boxes of an array in an allocation.
 
     Attributes:
       boxes, shapes: of the unique shards.
@@ -50,7 +52,9 @@ class BufferLayout:
     read_boxes: tuple[Box, ...]
 
     def allocate(self, dtype: np.dtype) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Allocates buffers of all boxes, and, in the same memory, of the boxes to read.
+        """Allocates buffers of all boxes and of the boxes to read.
+
+        They share the same memory.
 
         All is one allocation, which lives as long as the array that adopts it.
         """
@@ -89,7 +93,7 @@ def _layout(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], item
 
 
 def _joined(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
-    """Joins boxes that follow one another along the leading dimension to one box; None where they do not."""
+    """Merges boxes adjacent along axis 0, or returns None."""
     if len(boxes) < 2 or any(box[1:] != full_box(shape[1:]) for box in boxes):
         return None
     if any(before[0][1] != after[0][0] for before, after in itertools.pairwise(boxes)):
@@ -98,18 +102,24 @@ def _joined(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
 
 
 def _raw_index(index: Sequence[slice] | None) -> tuple[tuple[int | None, int | None], ...]:
-    """Turns a shard's index into a form that is hashable on Python 3.11, too."""
+    """Makes a shard's index hashable.
+
+    Also on Python 3.11.
+    """
     return tuple([(part.start, part.stop) for part in index or ()])
 
 
 def layout_of(entry: PlanEntry) -> BufferLayout:
-    """Returns the layout of the shards of one entry."""
+    """Returns the layout of the shards of an entry."""
     assert entry.leaf is not None and entry.view is not None
     return _layout(entry.leaf.sharding, entry.leaf.shape, entry.view.dtype.itemsize)
 
 
 def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
-    """Makes the value of one leaf from the buffers of its boxes, in a context of `explicit_transfers`."""
+    """Makes a leaf's value from its boxes' buffers.
+
+    In a context of `explicit_transfers`.
+    """
     leaf, view = entry.leaf, entry.view
     assert leaf is not None and view is not None
     if leaf.kind in ("numpy", "scalar"):
@@ -130,7 +140,9 @@ def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
 
 
 def explicit_transfers() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which JAX's own transfers are those that the caller has asked for.
+    """Returns a context that allows JAX's own transfers.
+
+    The caller has asked for them.
 
     `make_array_from_callback` counts as implicit, unlike `device_put`; "disallow" means implicit transfers alone.
     """
@@ -141,7 +153,10 @@ def explicit_transfers() -> contextlib.AbstractContextManager[Any]:
 
 
 def check_value(entry: PlanEntry, value: Any) -> None:
-    """Compares a value with the plan: JAX narrows and places by settings that may have changed since."""
+    """Compares a value with the plan.
+
+    JAX narrows and places by settings that may have changed since.
+    """
     leaf = entry.leaf
     if leaf is None or leaf.kind == "scalar":
         return
@@ -164,7 +179,7 @@ def check_value(entry: PlanEntry, value: Any) -> None:
 
 
 def _on_host(leaf: TargetLeaf, array: np.ndarray) -> Any:
-    """Converts a value to the type of a target leaf on the host."""
+    """Converts a value to a target leaf's type on the host."""
     if leaf.kind == "numpy":
         return array.astype(leaf.dtype, copy=False)
     scalar_type = leaf.scalar_type

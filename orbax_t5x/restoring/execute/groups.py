@@ -1,4 +1,6 @@
-"""Groups entries of a plan that are read together, and divides their pieces into stages, read one after another.
+"""Groups entries that are read together, in stages.
+
+Their pieces are divided into stages, read in turn.
 
 Entries that share stored bytes are one group, and so are small neighbours. Of a group, what shares stored bytes is cut
 at the same rows and read in the same stage, so that scratch memory stays small, and a cut is made only where no stored
@@ -25,7 +27,10 @@ SCRATCH_BYTES = 16 << 20
 
 
 def stored_bytes(leaf: Leaf, boxes: Iterable[Box]) -> int:
-    """Counts the stored bytes that one read of boxes takes; of a chunked leaf those of whole chunks."""
+    """Counts the stored bytes that reading boxes together takes.
+
+    Of a chunked leaf they are whole chunks.
+    """
     chunks = leaf.chunks
     if chunks is None:
         return leaf.bytes_of(tuple(boxes))
@@ -43,7 +48,9 @@ StoredBytesOf = Callable[[Leaf, Iterable[Box]], int]
 
 
 class Piece(NamedTuple):
-    """Box of a view that is read at once, in the coordinates of the whole array.
+    """Box of a view that is read at once.
+
+    It is in the coordinates of the whole array.
 
     It lies in one box of the entry that is read: of a shard, or of several that follow one another in memory.
     """
@@ -61,14 +68,17 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Stages in which some entries are read, and the most memory beside the results that one needs."""
+    """Stages of reads, and the most memory beside the results."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     scratch_bytes: int
 
 
 def stages_of(entries: Iterable[PlanEntry]) -> Stages:
-    """Divides entries that share stored bytes, or one entry, into stages."""
+    """Divides entries that share stored bytes into stages.
+
+    A single entry is divided, too.
+    """
     pieces = [
         Piece(entry, box_index, box) for entry in entries for box_index, box in enumerate(layout_of(entry).read_boxes)
     ]
@@ -91,7 +101,9 @@ def stages_of(entries: Iterable[PlanEntry]) -> Stages:
 def cut_clean(
     pieces: Sequence[Piece], size: int, wanted_size: int, axis: int = 0, stored: StoredBytesOf = stored_bytes
 ) -> tuple[list[Piece], list[Piece]] | None:
-    """Cuts pieces into about `wanted_size` bytes of their first rows and the rest, on `axis`.
+    """Cuts pieces into the first rows and the rest, on `axis`.
+
+    The first part has about `wanted_size` bytes.
 
     None where every cut would have stored bytes on both sides.
     """
@@ -109,7 +121,10 @@ def cut_clean(
 
 
 def _divided(pieces: Iterable[Piece], edge: int, axis: int) -> tuple[list[Piece], list[Piece]]:
-    """Divides pieces into the rows before `edge` and the others; those of lower rank come first."""
+    """Divides pieces at the row `edge`.
+
+    Pieces of lower rank come first.
+    """
     head: list[Piece] = []
     tail: list[Piece] = []
     for piece in pieces:
@@ -125,7 +140,9 @@ def _divided(pieces: Iterable[Piece], edge: int, axis: int) -> tuple[list[Piece]
 
 
 def _edges(pieces: Iterable[Piece], start: int, wanted: int, stop: int) -> list[int]:
-    """Returns rows at which to try a cut: near the wanted one, where chunks or joined dimensions of a leaf may end.
+    """Returns rows at which to try a cut.
+
+    They are near the wanted row, at ends of chunks or joined dimensions of a leaf.
 
     Those up to the wanted row come first, the largest first.
     """
@@ -140,7 +157,9 @@ def _edges(pieces: Iterable[Piece], start: int, wanted: int, stop: int) -> list[
 
 
 def _units(leaf: Leaf) -> set[int]:
-    """Returns numbers of rows after which a view's rows may be done with what is stored together.
+    """Returns the units of rows that may end stored bytes.
+
+    They are numbers of a view's rows.
 
     A row of a view may be an index of any dimension of the leaf, or of some that a reshape joined.
     """
@@ -154,7 +173,10 @@ def _units(leaf: Leaf) -> set[int]:
 
 
 def pieces_stored_bytes(pieces: Iterable[Piece], stored: StoredBytesOf = stored_bytes) -> int:
-    """Counts the stored bytes that reading these pieces together takes; `stored` as in `cut_clean`."""
+    """Counts the stored bytes of reading pieces together.
+
+    `stored` as in `cut_clean`.
+    """
     found = boxes_by_leaf((piece.view, piece.box) for piece in pieces)
     return sum(stored(leaf, boxes) for leaf, boxes in found)
 
@@ -166,7 +188,10 @@ _GROUP_ENTRIES = 1 << 12
 
 
 class ReadsLeaves(Protocol):
-    """Reader of boxes of leaves: an entry of a plan, for one process or for all."""
+    """Reader of boxes of leaves.
+
+    It is an entry of a plan, for a process or for all.
+    """
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -184,7 +209,9 @@ _Reading = TypeVar("_Reading", bound=ReadsLeaves)
 
 @dataclasses.dataclass
 class Group:
-    """Group of entries that are read together, because they share stored bytes or because they are small.
+    """Group of entries that are read together.
+
+    They share stored bytes, or are small.
 
     `size` counts results and scratch on the host. A group is `blocking` where all leaves are read by blocking calls,
     one after the other. Remote ones are not: their round trips overlap.
@@ -217,7 +244,10 @@ class Group:
 
 
 def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
-    """Groups entries that share stored bytes, in plan order, and small ones that are near in a file."""
+    """Groups entries that share stored bytes, in plan order.
+
+    Small entries that are near in a file are grouped, too.
+    """
     groups: list[Group] = []
     small: Group | None = None
     clusters = [_as_group(cluster) for cluster in clusters_of(entries)]
@@ -237,7 +267,10 @@ def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
 
 
 def _place(group: Group) -> tuple[str, int]:
-    """Returns the file of a group's first leaf and where it begins; formats without such places keep their order."""
+    """Returns the file and offset of a group's first leaf.
+
+    Formats without such places keep their order.
+    """
     leaf = next(iter(group.leaves), None)
     extent = leaf.extent if isinstance(leaf, BlockingLeaf) else None
     return ("", 0) if extent is None else (extent.file.path, extent.start)
@@ -252,7 +285,9 @@ def _as_group(entries: list[PlanEntry]) -> Group:
 
 
 def clusters_of(entries: Sequence[_Reading], stored: StoredBytesOf = stored_bytes) -> list[list[_Reading]]:
-    """Joins entries that read the same leaf and share bytes of it; in order of their first ones.
+    """Joins entries that share bytes of a leaf.
+
+    They are in the order of their first entries.
 
     `stored` counts the bytes that one read of boxes takes.
     """
@@ -280,7 +315,7 @@ def clusters_of(entries: Sequence[_Reading], stored: StoredBytesOf = stored_byte
 
 
 def _share_bytes(leaf: Leaf, users: Sequence[ReadsLeaves], stored: StoredBytesOf) -> bool:
-    """Tests whether reading a leaf for each user separately would read something twice."""
+    """Tests if separate reads of a leaf would read bytes twice."""
     read: list[tuple[Box, ...]] = [boxes for entry in users for one, boxes in entry.reads if one is leaf]
     separate = sum(stored(leaf, boxes) for boxes in read)
     return separate > stored(leaf, itertools.chain.from_iterable(read))

@@ -1,4 +1,7 @@
-"""Fills the buffers of pieces: lowers views to requests, has leaves read them, and does what views have left to do."""
+"""Fills the buffers of pieces.
+
+It lowers views to requests, has leaves read them, and runs the views' actions afterwards.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,13 @@ BufferedStages = Sequence[Sequence[BufferedPiece]]
 
 
 class Reader:
-    """Reader of pieces, stage by stage; `in_memory` replaces leaves that have no values before an execution."""
+    """Reader of pieces, stage by stage.
+
+    `in_memory` replaces leaves that have no values before an execution.
+    """
 
     def __init__(self, stats: ReadStats, stop: threading.Event):
-        """Takes what to count in, and what is set when nothing more is to be read."""
+        """Takes the read stats, and an event that stops reading."""
         self._stats = stats
         self._stop = stop
         self.in_memory: Mapping[Leaf, ValueLeaf] = {}
@@ -51,7 +57,10 @@ class Reader:
                 await run_in_pool(pool, _finish, finish, entry)
 
     def _lower(self, pieces: Sequence[BufferedPiece], entry: PlanEntry) -> tuple[list[LeafReads], list[_Action]]:
-        """Returns the requests by leaf, each distinct box once, and the actions after them, in order."""
+        """Returns the requests by leaf, and the actions after them.
+
+        Each distinct box comes once; actions are in order.
+        """
         reads: dict[Leaf, dict[Box, Request]] = {}
         copies: list[_Action] = []
         finish: list[_Action] = []

@@ -1,4 +1,7 @@
-"""Shows what `broadcast="auto"` decides, with the requests and bytes of both ways."""
+"""Shows the decisions of `broadcast="auto"`.
+
+With the requests and bytes of both ways.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from orbax_t5x.text.wording import counted, leaves_text, size_text
 
 
 def decision_data(decision: ReadDecision | None) -> dict[str, Any] | None:
-    """Returns one decision as data; leaves that share stored bytes have one decision together."""
+    """Returns a decision as data.
+
+    Leaves that share stored bytes have a decision together.
+    """
     if decision is None:
         return None
     return {
@@ -22,7 +28,10 @@ def decision_data(decision: ReadDecision | None) -> dict[str, Any] | None:
 
 
 def broadcast_totals(decisions: Mapping[str, ReadDecision]) -> dict[str, Any] | None:
-    """Returns the counts of all processes together as data, by the way that is taken; None with one process."""
+    """Returns the counts of all processes together as data.
+
+    By the way that is taken; None with a single process.
+    """
     if not decisions:
         return None
     totals = {"leaves_sent": sum(one.is_broadcast for one in decisions.values())}
@@ -30,7 +39,7 @@ def broadcast_totals(decisions: Mapping[str, ReadDecision]) -> dict[str, Any] | 
 
 
 def decision_text(decision: ReadDecision) -> str:
-    """Describes one decision."""
+    """Describes a decision."""
     own = (
         f"read by each process for itself: {_counts_text(decision.own)} of all together ({decision.store.label} store)"
     )
@@ -44,7 +53,10 @@ def decision_text(decision: ReadDecision) -> str:
 
 
 def broadcast_text(decisions: Mapping[str, ReadDecision]) -> str:
-    """Describes the decisions in a sentence or two; empty with one process."""
+    """Describes the decisions in a sentence or two.
+
+    Empty with a single process.
+    """
     if not decisions:
         return ""
     sent = {name: one for name, one in decisions.items() if one.is_broadcast}

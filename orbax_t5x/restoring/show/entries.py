@@ -1,4 +1,4 @@
-"""Describes one entry of a plan: the array, its source, and what is read for it."""
+"""Describes an entry of a plan: array, source and reads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ ACTION_WORDS = {"read": "read", "value": "constant", "fallback": "fallback", "ke
 
 
 def entry_reads(entry: PlanEntry) -> list[tuple[str, Box, int]]:
-    """Returns stored leaf, box and bytes of what this process reads for one leaf, each once."""
+    """Lists the stored leaf, box and bytes of an entry's reads.
+
+    They are this process's, each once.
+    """
     return [
         (leaf.name, box, leaf.bytes_of((box,))) for leaf, boxes in entry.reads if not leaf.is_value for box in boxes
     ]
 
 
 def entry_array(entry: PlanEntry) -> str:
-    """Returns dtype and shape, or None or `...` for an entry without an array."""
+    """Returns dtype and shape, or None or `...` without an array."""
     if entry.dtype is None:
         return "None" if entry.leaf is not None and entry.leaf.kind == "none" else "..."
     key = " key" if entry.leaf is not None and entry.leaf.kind == "key" else ""
@@ -28,7 +31,7 @@ def entry_array(entry: PlanEntry) -> str:
 
 
 def entry_sharding(entry: PlanEntry) -> str:
-    """Returns the sharding; for a leaf without one, one device or the host."""
+    """Returns the sharding, or the device or the host."""
     if entry.sharding is not None:
         return sharding_text(entry.sharding)
     kind = "" if entry.leaf is None else entry.leaf.kind
@@ -36,7 +39,10 @@ def entry_sharding(entry: PlanEntry) -> str:
 
 
 def entry_source(entry: PlanEntry) -> str:
-    """Returns the names of the stored leaves, folded; for what is not read the kind of entry."""
+    """Returns the stored leaves' names, folded, or the entry's kind.
+
+    The kind is for entries that are not read.
+    """
     if entry.action != "read":
         return ACTION_WORDS[entry.action]
     if len(entry.sources) == 1:

@@ -1,4 +1,4 @@
-"""Explains one leaf of a plan: its source, the boxes that are read, the operations on them."""
+"""Explains a leaf of a plan: source, boxes and operations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _CONVERSIONS = {
 
 
 def explain_leaf(plan: RestorePlan, leaf: str) -> str:
-    """Explains the source of a target leaf and the reads of this process, or the use of a leaf of the checkpoint."""
+    """Explains a target leaf, or a checkpoint leaf's use.
+
+    Of a target leaf: the source and the reads of this process.
+    """
     parts = [_explain_entry(entry, plan) for entry in plan.entries if entry.name == leaf]
     parts += _explain_stored(plan, leaf)
     if parts:
@@ -113,7 +116,7 @@ def _box_text(box: Box) -> str:
 
 
 def _stored(plan: RestorePlan) -> dict[str, Any]:
-    """Returns all leaves of the checkpoints by the names that the plan uses."""
+    """Returns all leaves of the checkpoints by the plan's names."""
     return {
         prefixed(prefix, name): view
         for prefix, checkpoint in plan.checkpoints.items()

@@ -1,4 +1,6 @@
-"""Log lines of a restore, and what they and errors say about model parameters that a fallback fills.
+"""Log lines of a restore, and texts about filled parameters.
+
+A fallback fills these.
 
 A model parameter is a leaf that `dtype=` would cast; in a tree without any such, every leaf is one.
 """
@@ -17,12 +19,12 @@ from orbax_t5x.trees.flat import parents
 
 
 def about_to_restore(plan: RestorePlan) -> str:
-    """Describes what will be read."""
+    """Describes the bytes to read."""
     return f"restoring {_counts(plan)} from {sources_text(plan)}: {size_text(plan.bytes_to_read)} to read here"
 
 
 def has_restored(plan: RestorePlan, report: RestoreReport) -> str:
-    """Describes what was read and verified, and the time it took."""
+    """Describes the bytes read and verified, and the time."""
     return f"restored {leaves_text(len(plan.entries))} from {sources_text(plan)}: {report.summary()}"
 
 
@@ -45,7 +47,7 @@ _SHOWN_PATTERNS = 8
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of model parameters: all, those read from the checkpoint, and those from the fallback."""
+    """Numbers of model parameters: all, read and filled."""
 
     total: int
     from_checkpoint: int
@@ -60,7 +62,10 @@ def parameter_counts(plan: RestorePlan) -> ParameterCounts:
 
 
 def filled_text(plan: RestorePlan) -> str:
-    """Returns the sentence that counts what the fallback fills; empty where it fills nothing."""
+    """Counts the fallback's leaves in a sentence.
+
+    Empty if it fills nothing.
+    """
     if not plan.filled:
         return ""
     total, read, filled = parameter_counts(plan)
@@ -68,13 +73,16 @@ def filled_text(plan: RestorePlan) -> str:
 
 
 def filled_patterns(plan: RestorePlan) -> str:
-    """Lists what the fallback fills as patterns of names."""
+    """Lists the fallback's leaves as patterns of names."""
     every = [entry.name for entry in plan.entries if entry.action != "keep"]
     return plain(listed(_subtrees(plan.filled, every), _SHOWN_PATTERNS))
 
 
 def warning_of_filled(plan: RestorePlan) -> str:
-    """Returns the warning about parameters that a fallback fills; empty where there are none, or they were named."""
+    """Returns the warning about filled parameters.
+
+    Empty if there are no such parameters, or they were named.
+    """
     if plan.is_fill_expected or not (names := filled_parameters(plan)):
         return ""
     count = f"{parameter_counts(plan).from_fallback:,} of {counted(parameter_counts(plan).total, 'model parameter')}"
@@ -86,14 +94,20 @@ def warning_of_filled(plan: RestorePlan) -> str:
 
 
 def filled_parameters(plan: RestorePlan) -> str:
-    """Lists the model parameters that the fallback fills as patterns of names; empty where there are none."""
+    """Lists the filled model parameters as patterns of names.
+
+    Empty if there are no such parameters.
+    """
     parameters = _parameter_entries(plan) if plan.filled else ()
     filled = [entry.name for entry in parameters if entry.action == "fallback"]
     return plain(listed(_subtrees(filled, [entry.name for entry in parameters]), _SHOWN_PATTERNS))
 
 
 def patterns_for_filled(plan: RestorePlan) -> list[str] | None:
-    """Returns all that the fallback fills as regexes for `fallback_for`; None where that takes too many."""
+    """Returns all filled names as regexes for `fallback_for`.
+
+    None: that takes too many.
+    """
     found = _whole_subtrees(plan.filled, [entry.name for entry in plan.entries if entry.action != "keep"])
     patterns = [re.escape(name.removesuffix("**")) + (".*" if name.endswith("/**") else "") for name in found]
     return patterns if len(patterns) <= _SHOWN_PATTERNS else None
@@ -105,14 +119,17 @@ def _parameter_entries(plan: RestorePlan) -> Sequence[PlanEntry]:
 
 
 def _subtrees(names: Sequence[str], every: Iterable[str]) -> list[str]:
-    """Folds names: `dec/** (46)` for a subtree that they fill whole; each with how many it stands for."""
+    """Folds names to `dec/** (46)` for subtrees that they fill.
+
+    Each has the number of names that it stands for.
+    """
     found = _whole_subtrees(names, every)
     sizes = list(found.values())
     return [f"{row.texts[0]} ({sum(sizes[at] for at in row.members):,})" for row in fold_names(found)]
 
 
 def _whole_subtrees(names: Sequence[str], every: Iterable[str]) -> dict[str, int]:
-    """Counts names by `dec/**` for a subtree that they fill whole, and by themselves."""
+    """Counts names by whole subtrees `dec/**`, or by themselves."""
     totals = collections.Counter(parent for name in every for parent in parents(name))
     counts = collections.Counter(parent for name in names for parent in parents(name))
     found: dict[str, int] = {}

@@ -1,4 +1,6 @@
-"""Plans as tables for terminals and as HTML for notebooks: both show the same rows, with repeated layers as one row.
+"""Plans as tables for terminals and as HTML for notebooks.
+
+Both show the same rows, with repeated layers as a single row.
 
 Linear in the leaves; the bytes of a leaf are computed only for rows that are shown, since that asks every view for its
 boxes.
@@ -30,7 +32,10 @@ _PLACES = {"host": "stay on the host as NumPy", "1 device": "go to one device"}
 
 
 def plan_rows(plan: RestorePlan) -> tuple[list[TableRow], str]:
-    """Returns the rows to show, and a sentence for leaves left out; constants have their own section."""
+    """Returns the rows to show, and a sentence on left-out leaves.
+
+    Constants have their own section.
+    """
     entries = [entry for entry in plan.entries if entry.action != "value"]
     if plan.target.kind == "everything":
         # Without a target leaves come in the checkpoint's order, which scatters what belongs together.
@@ -51,7 +56,10 @@ def plan_rows(plan: RestorePlan) -> tuple[list[TableRow], str]:
 
 
 def without_common_sharding(rows: list[TableRow]) -> tuple[list[TableRow], str]:
-    """Rows without the sharding that all arrays have, and a sentence that says which; as they are where they differ."""
+    """Takes a sharding that all arrays have out of the rows.
+
+    A sentence names it; rows with different shardings stay as they are.
+    """
     shardings = {row.placing for row in rows if row.array not in ("None", "...")}
     if len(shardings) != 1 or len(rows) == 1:
         return rows, ""
@@ -94,12 +102,15 @@ def _reads_text(plan: RestorePlan) -> str:
 
 
 def plan_outcome(plan: RestorePlan) -> str:
-    """Summarizes the last execution; empty before one."""
+    """Summarizes the last execution; empty before the first."""
     return "" if plan.report is None else f"Executed: {plan.report.summary()}."
 
 
 def name_sections(plan: RestorePlan) -> list[tuple[str, list[str]]]:
-    """Titles and lines: the code of rules that were found; folded names of constants, unused and dropped leaves."""
+    """Makes titles and lines beside the table.
+
+    They are the code of rules that were found; folded names of constants, unused and dropped leaves.
+    """
     rules = [f"{code_of(one)}," for one in plan.found_rules]
     constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}
     unread = "" if plan.bytes_read_at_planning else ", not read"
@@ -117,7 +128,7 @@ def name_sections(plan: RestorePlan) -> list[tuple[str, list[str]]]:
 
 
 def _shown_names(remarks: Mapping[str, str], where: str) -> list[str]:
-    """Folds names, each with its remark, and adds a sentence for those that are not shown."""
+    """Folds names with remarks, and counts the hidden names."""
     texts = list(remarks.values())
     folded = fold([(name,) for name in remarks], texts)
     shown = [plain(f"{row.label}  {texts[row.members[0]]}".rstrip()) for row in folded[:_SHOWN_NAMES]]
