@@ -100,7 +100,10 @@ _counting: contextvars.ContextVar[ReadStats | None] = contextvars.ContextVar("_c
 
 @contextlib.contextmanager
 def counting_reads() -> Iterator[ReadStats]:
-    """Counts all that `get` and `np.asarray` of views read in this context, until it ends."""
+    """Counts the reads of views in this context, until it ends.
+
+    They are those of `get` and `np.asarray`.
+    """
     stats = ReadStats()
     token = _counting.set(stats)
     try:
@@ -110,7 +113,7 @@ def counting_reads() -> Iterator[ReadStats]:
 
 
 def note_read(stats: ReadStats) -> None:
-    """Adds what was read to the count of the context, if there is a count."""
+    """Adds a read to the context's count, if there is a count."""
     if (counting := _counting.get()) is not None:
         counting.count(stats.bytes_read, stats.gap_bytes, stats.fill_chunks)
 

@@ -21,7 +21,7 @@ _RECORDED_RULES = 500
 
 
 class RuleRecord(NamedTuple):
-    """Record of one transform: its texts, its identity, and whether it only selects.
+    """Record of a transform: texts, identity, and if it only selects.
 
     The identity is equal for equal rules and None where that cannot be told.
     """
@@ -60,7 +60,10 @@ class ChainRecord:
 
     @functools.cached_property
     def digest(self) -> str | None:
-        """The digest of the whole chain; None where it is empty or a transform has none."""
+        """The digest of the whole chain, or None.
+
+        None: it is empty, or a transform has no digest.
+        """
         return digest_of_chain([step.identity for step in self.steps])
 
     @property
@@ -76,19 +79,28 @@ class ChainRecord:
         return ChainRecord(self.steps[first:last])
 
     def recorded_rules(self) -> list[str]:
-        """Returns the rules as a record holds them: the first 500, and how many more there are."""
+        """Returns the rules as a record holds them.
+
+        It holds the first 500, and the number of the rest.
+        """
         more = len(self.rules) - _RECORDED_RULES
         return [*self.rules[:_RECORDED_RULES], f"… and {more} more"] if more > 0 else list(self.rules)
 
     def recorded_steps(self) -> list[dict[str, Any]] | None:
-        """Returns each transform's digest and number of texts; None where texts are cut off."""
+        """Returns each transform's digest and number of texts.
+
+        None: texts are cut off.
+        """
         if len(self.rules) > _RECORDED_RULES:
             return None
         return [{"digest": step.digest, "rules": len(step.texts)} for step in self.steps]
 
 
 def _rules(transform: Any) -> list[str]:
-    """Returns the rules of one transform as texts: one per element of its longest sequence of rules, else one."""
+    """Returns the rules of a transform as texts.
+
+    A text per element of its longest sequence of rules, else a single text.
+    """
     if isinstance(transform, functools.partial):
         partial = cast("functools.partial[Any]", transform)
         name, arguments = qualified_name(partial), _arguments(partial)
@@ -105,7 +117,10 @@ def _rules(transform: Any) -> list[str]:
 
 
 def _are_rules(value: Any) -> bool:
-    """Tests whether this is a sequence of patterns, of tuples that begin with one, or of transforms; no shape is."""
+    """Tests for a sequence of patterns or transforms.
+
+    Tuples that begin with a pattern count; a shape does not.
+    """
     return is_list_or_tuple(value) and len(value) > 1 and all(map(_is_rule, value))
 
 
@@ -138,7 +153,7 @@ def _arguments_text(arguments: Mapping[str, Any]) -> str:
 
 
 def _text_of_value(value: Any) -> str:
-    """Formats a value on one line, without the contents of arrays."""
+    """Formats a value in a line, without the contents of arrays."""
     if is_list_or_tuple(value):
         return f"({', '.join(map(_text_of_value, value))})"
     if is_mapping(value):
@@ -151,7 +166,7 @@ def _text_of_value(value: Any) -> str:
 
 
 def _own_description(value: Any) -> str:
-    """Calls the `describe()` of an object; empty where it has none."""
+    """Calls an object's `describe()`, or returns ""."""
     describe = None if isinstance(value, type) else getattr(value, "describe", None)
     return str(describe()) if callable(describe) else ""
 

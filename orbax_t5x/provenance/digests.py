@@ -1,4 +1,6 @@
-"""Digests of transforms: equal for equal rules in every process, different for other rules, or None.
+"""Digests of transforms, equal for equal rules.
+
+They are equal in every process, different for other rules, or None.
 
 A dataclass counts by its fields, a `functools.partial` by its function and arguments, a module-level function by its
 qualified name, an object with a `digest()` method by what that returns, an array of NumPy or JAX by its contents. What
@@ -37,12 +39,18 @@ class NoDigestError(Exception):
 
 
 def chain_digest(chain: Sequence[Any]) -> str | None:
-    """Computes the digest of a chain, `sha256:…`; None where it is empty or a transform of it has no digest."""
+    """Computes the digest of a chain, `sha256:…`, or None.
+
+    None: it is empty or a transform of it has no digest.
+    """
     return digest_of_chain(rule_identities(chain))
 
 
 def rule_identities(chain: Sequence[Any]) -> list[str | None]:
-    """Returns a text per transform, equal for equal rules; None where there is none."""
+    """Returns a text per transform, equal for equal rules.
+
+    None for a transform without an identity.
+    """
     identities: list[str | None] = []
     with _limited():
         for transform in chain:
@@ -65,12 +73,15 @@ def digest_of_chain(identities: Sequence[str | None]) -> str | None:
 
 
 def digest_of_rule(identity: str) -> str:
-    """Computes the digest of one rule from its text of `rule_identities`."""
+    """Computes a rule's digest from its text of `rule_identities`."""
     return hashlib.sha256(identity.encode()).hexdigest()[:_TRANSFORM_DIGITS]
 
 
 def dataclass_digest(value: Any) -> str | None:
-    """Computes the digest of a dataclass by its fields, 32 hexadecimal digits; None where a field has none."""
+    """Computes a dataclass's digest by its fields, or None.
+
+    It has 32 hexadecimal digits; None: a field has no digest.
+    """
     try:
         with _limited():
             return _hash_json(_fields(value))[:_TRANSFORM_DIGITS]
@@ -79,7 +90,10 @@ def dataclass_digest(value: Any) -> str | None:
 
 
 def qualified_name(function: Any) -> str:
-    """Returns the name of a function in plans and records; a partial has the name of its function."""
+    """Returns a function's name in plans and records.
+
+    A partial has the name of its function.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     named = cast(Any, function if hasattr(function, "__qualname__") else type(function))
@@ -87,7 +101,10 @@ def qualified_name(function: Any) -> str:
 
 
 def is_module_level(function: Any) -> bool:
-    """Tests whether the qualified name of a callable identifies it: a function or class of a module, no closure."""
+    """Tests if a callable's qualified name identifies it.
+
+    It is a function or class of a module, no closure.
+    """
     name, module = getattr(function, "__qualname__", None), getattr(function, "__module__", None)
     if not isinstance(name, str) or not isinstance(module, str) or "<" in name:
         return False
@@ -101,7 +118,7 @@ def is_module_level(function: Any) -> bool:
 
 
 def _transform_text(transform: Any) -> str:
-    """Returns what one transform of a chain contributes to the chain's digest."""
+    """Returns a transform's part of the chain's digest."""
     digest = _own_digest(transform)
     if digest is not None:
         return digest
@@ -113,7 +130,7 @@ def _transform_text(transform: Any) -> str:
 
 
 def _own_digest(value: Any) -> str | None:
-    """Calls the `digest()` method of a value; None where it has none."""
+    """Calls a value's `digest()`, or returns None."""
     if isinstance(value, type) or not callable(getattr(value, "digest", None)):
         return None
     digest = value.digest()
@@ -127,7 +144,10 @@ def _hash_json(encoded: Any) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Encodes a dataclass as JSON. A field with a leading underscore is worked out from the others."""
+    """Encodes a dataclass as JSON.
+
+    A field with a leading underscore is worked out from the other fields.
+    """
     names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]
     kind, name = (
         ("transform", type(value).__name__) if hasattr(value, "digest") else ("dataclass", _function(type(value)))
@@ -136,7 +156,10 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-    """Encodes a value as JSON; a NoDigestError where nothing identifies the value."""
+    """Encodes a value as JSON.
+
+    A NoDigestError if nothing identifies the value.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if is_list_or_tuple(value):
@@ -182,7 +205,10 @@ def _encoded_other(value: Any) -> Any:
 
 
 def _array(value: Any) -> dict[str, Any]:
-    """Encodes an array by its contents, however stored; not one that is lazy, traced, elsewhere or too large."""
+    """Encodes an array by its contents, however stored.
+
+    Not if it is lazy, traced, elsewhere or too large.
+    """
     encoded: dict[str, Any] = {"array": [int(size) for size in value.shape], "dtype": str(value.dtype)}
     jax: Any = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.ShapeDtypeStruct):
@@ -234,7 +260,7 @@ def _limited() -> Generator[None]:
 
 
 def _function(value: Any) -> str:
-    """Returns the name of a function, where that identifies what it does."""
+    """Returns a function's name if that identifies it."""
     if not is_module_level(value):
         raise NoDigestError
     return qualified_name(value)

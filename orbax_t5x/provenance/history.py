@@ -22,7 +22,7 @@ Relation = Literal["nothing recorded", "equal", "prefix", "apart", "differs", "u
 
 
 class RecordedRule(NamedTuple):
-    """One rule of a record: its texts, and its digest where it has one of its own."""
+    """A rule of a record: its texts, and its own digest if known."""
 
     texts: tuple[str, ...]
     digest: str | None
@@ -63,7 +63,10 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HistoryReading:
-    """One way to read a record; not `is_sure` where rules were applied before that nobody recorded."""
+    """A way to read a record.
+
+    It is not `is_sure` if rules were applied before that nobody recorded.
+    """
 
     segments: tuple[Segment, ...]
     is_sure: bool
@@ -90,7 +93,7 @@ class HistoryComparison(NamedTuple):
 
 
 def compare(lineage: Lineage, chain: ChainRecord) -> HistoryComparison:
-    """Compares given rules with those that a lineage records."""
+    """Compares given rules with a lineage's rules."""
     applied = [Segment.of(entry) for entry in lineage if applied_rules(entry)]
     has_gap = any(map(is_unrecorded, lineage))
     if not applied and not has_gap:
@@ -140,7 +143,9 @@ def _readings(lineage: Lineage) -> list[HistoryReading]:
 
 
 def _matched(reading: HistoryReading, chain: ChainRecord) -> int | None:
-    """Returns with how many of its first rules a list is a reading, or None if it is not.
+    """Counts a list's first rules that match a reading.
+
+    None: they do not match.
 
     Inserted rules may stand anywhere among them in the list, in their order.
     """
@@ -211,7 +216,10 @@ def _without(rules: Iterable[RecordedRule], others: Iterable[RecordedRule]) -> l
 
 
 def _in_common(recorded: Iterable[RecordedRule], chain: ChainRecord) -> bool:
-    """Tests whether a rule is in both: by its digest, or by a text, since an edited rule is none of another list."""
+    """Tests if both have a rule, by digest or text.
+
+    By text, since an edited rule is in no other list.
+    """
     digests = {step.digest for step in chain.steps}
     texts = set(chain.rules)
     return any(

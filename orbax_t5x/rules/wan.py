@@ -38,7 +38,10 @@ _LEAVES = (
 
 @dataclasses.dataclass(frozen=True)
 class _SharedBias(Transform):
-    """The bias of block 0 is all blocks', where the others have none and the target does not have it in the block."""
+    """Bias of block 0 for all blocks.
+
+    The other blocks have no bias, and the target does not have it in the block.
+    """
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         first = _BIAS.ours.replace("*", "0")

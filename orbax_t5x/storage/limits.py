@@ -159,7 +159,7 @@ class Limits:
 
 
 class MetadataBudget:
-    """What is left of `Limits.metadata_bytes` in one opening."""
+    """Rest of `Limits.metadata_bytes` in an opening."""
 
     def __init__(self, limits: Limits):
         self._limits = limits

@@ -27,7 +27,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "extras": (2.1, 10),
     "handlers": (0.6, 9),
     "multihost": (5.9, 15),
-    "provenance": (5.7, 14),
+    "provenance": (4.0, 11),
     "restoring": (2.6, 10),
     "rules": (5.4, 15),
     "transforms": (5.5, 14),
