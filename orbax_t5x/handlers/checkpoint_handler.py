@@ -86,6 +86,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         memory, as on GPUs, the state is copied to the host a second time.
         """
         processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
+        self._processes = processes
         self._primary_host = processes.primary_host
         self._active_processes = processes.active_processes
         self._given_registry = type_handler_registry
@@ -226,14 +227,16 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             if given:
                 raise _without_target(args, given, directory)
             return self._stock_restore(directory)
+        processes = args.multiprocessing_options or self._processes
+        agreement = Agreement(processes, os.fspath(directory))
         own = args.source is None
         registry, types = (self._registry, self._types_of_users(directory)) if own else (None, {})
         handled = HandledLeaves(args.target, registry, types)
-        agreement = Agreement(self._primary_host or 0, os.fspath(directory))
         caller = Caller("own step" if own else "restore", agreement.records, keeps_lineage=True)
         with contextlib.ExitStack() as stack:
             with agreement.planning():
                 options = RestoreOptions.among(vars(args)).within(self._restore_limit)
+                options.multiprocessing_options = processes
                 source = directory if own else args.source
                 plan = open_plan(source, handled.target, args.transforms, options, stack, caller)
                 handled.check_plan(plan, directory)

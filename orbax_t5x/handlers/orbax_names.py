@@ -53,6 +53,11 @@ def step_directory(manager: ocp.CheckpointManager, step: int) -> epath.Path:
     return manager._get_read_step_directory(step, manager.directory)
 
 
+def processes_of(manager: ocp.CheckpointManager) -> ocp.options.MultiprocessingOptions:
+    """Returns a manager's options of the processes that call it together; its public properties lack them."""
+    return manager._multiprocessing_options
+
+
 class RecordedType:
     """Descriptor of the type that Orbax records about an item.
 

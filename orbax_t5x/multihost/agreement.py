@@ -13,10 +13,8 @@ import json
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
-from orbax_t5x.multihost.catalogue import collective_call
+from orbax_t5x.multihost.catalogue import call_of_group
 from orbax_t5x.multihost.collectives import error_as_bytes, exchange, received_error
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
@@ -29,30 +27,30 @@ class Agreement:
     Use it as a context around planning: an error that leaves it is sent to the others.
 
     Attributes:
+      group: the processes that agree.
       lost_peer: whether another process has died or could not be reached, or this one was interrupted while it waited
         for the others: what they do is not known.
     """
 
-    def __init__(self, primary: int, path: str, what: str = "restore", *, sends_errors: bool = False):
-        """Begins a call, which every process must make; `what` is being done to `path`, for errors.
+    def __init__(self, processes: Any, path: str, what: str = "restore", *, sends_errors: bool = False):
+        """Begins a call, which every process of a group must make; `what` is being done to `path`, for errors.
 
-        The record of the `primary` process counts. With `sends_errors`, what one raises all raise, if it is an error of
-        a checkpoint.
+        `processes` are Orbax's options of the group, or None for the whole job; its primary's record counts.
+        With `sends_errors`, what one raises all raise, if it is an error of a checkpoint.
         """
         self.lost_peer = False
         self._sends_errors = sends_errors
-        self._primary = primary
         self._path = path
         self._what = what
-        rendezvous_before_backend()
-        self._several = jax.process_count() > 1
+        self.group = rendezvous_before_backend(processes)
+        self._several = self.group.size > 1
         self._failure_is_known = False
 
     @contextlib.contextmanager
     def planning(self) -> Generator[None, None, None]:
         """Sends a failure of this process to the others, who wait at their next exchange."""
         try:
-            with sending_heartbeats(), collective_call():
+            with sending_heartbeats(), call_of_group(self.group):
                 yield
         except BaseException as error:
             if not self._failure_is_known:
@@ -70,10 +68,10 @@ class Agreement:
 
     def of_primary(self, mine: Any) -> Any:
         """Returns the primary process's value, anything that JSON holds."""
-        return self.of_all(mine if jax.process_index() == self._primary else None)[self._primary]
+        return self.of_all(mine if self.group.is_primary else None)[self.group.primary_rank]
 
     def of_all(self, mine: Any) -> list[Any]:
-        """Returns the value of each process by its index, anything that JSON holds."""
+        """Returns the value of each member by its rank, anything that JSON holds."""
         return [json.loads(text) for text in self._exchange(json.dumps(mine).encode())]
 
     def plan(self, sources: Sequence[str], provenance: Sequence[Mapping[str, Any]]) -> None:
@@ -89,11 +87,11 @@ class Agreement:
             raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=", ".join(sources))
 
     def _exchange(self, mine: bytes, *, failed: bool = False) -> list[bytes]:
-        """Returns what each process sends, by its index; raises what another has failed with."""
+        """Returns what each member sends, by its rank; raises what another has failed with."""
         if not self._several:
             return [mine]
         try:
-            sent, failures = exchange(mine, failed, self._path)
+            sent, failures = exchange(mine, failed, self.group, self._path)
         except BaseException:
             # No process is left to send to; or, after an interrupt, this exchange goes on without its caller, and the
             # others would take the next one for it.
@@ -102,5 +100,6 @@ class Agreement:
         self._failure_is_known |= bool(failures)
         if failures and not failed:
             first = sent[failures[0]] if self._sends_errors else error_as_bytes(Exception())
+            failures = [self.group.members[rank] for rank in failures]
             raise received_error(failures, first, self._path, f"the {self._what}")
         return sent

@@ -1,6 +1,6 @@
 """Opens a checkpoint once for all processes of a job: one process reads its metadata, the others receive the answers.
 
-The opener, process 0 of the coordination service, runs the readers, records what the store answered
+The opener, the primary process of the group that calls, runs the readers, records what the store answered
 (`storage.transcript`), and puts that into the key-value store of `jax.distributed`, compressed and in pieces below the
 limit of a message. It waits for no one. The others run the same readers over these answers. What fails in the opener is
 raised by all, with the same type and text.
@@ -22,24 +22,32 @@ from typing import Any, TypeVar
 import jax
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
-from orbax_t5x.multihost.coordination import has_backend, key_value_store, service_process_count, service_process_id
+from orbax_t5x.multihost.coordination import has_backend, key_value_store, service_process_count
+from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
 from orbax_t5x.storage.places import current_recorder
 from orbax_t5x.storage.recorded import using
 
 _Result = TypeVar("_Result")
 
-_is_collective: ContextVar[bool] = ContextVar("orbax_t5x_collective", default=False)
+_call: ContextVar[tuple[ProcessGroup | None, bool]] = ContextVar("orbax_t5x_call", default=(None, False))
 
 
 @contextmanager
-def collective_call() -> Generator[None, None, None]:
-    """Marks a call that every process makes: openings inside it are waited for."""
-    token = _is_collective.set(True)
+def call_of_group(group: ProcessGroup, *, is_collective: bool = True) -> Generator[None, None, None]:
+    """Marks a call of a group; openings inside it are waited for if every member makes it."""
+    token = _call.set((group, is_collective))
     try:
         yield
     finally:
-        _is_collective.reset(token)
+        _call.reset(token)
+
+
+@contextmanager
+def openings_of(processes: Any) -> Generator[None, None, None]:
+    """Holds for a call that only some members of a group may make; `processes` are Orbax's options of the group."""
+    with call_of_group(ProcessGroup.of(processes), is_collective=False):
+        yield
 
 
 def opened_once(call: Sequence[Any], path: str, function: Callable[[], _Result]) -> _Result:
@@ -55,18 +63,22 @@ def opened_once(call: Sequence[Any], path: str, function: Callable[[], _Result])
     """
     if current_recorder() is not None or not jax.distributed.is_initialized() or service_process_count() < 2:
         return function()
-    is_collective = _is_collective.get()
-    if not is_collective and not has_backend():
-        return function()  # whoever waits sends heartbeats, which bear the number that the backend gives
+    group, is_collective = _call.get()
+    if group is None:
+        if not has_backend():
+            return function()  # which numbers the members
+        group = ProcessGroup.of()
+    if group.size == 1:
+        return function()
     from orbax_t5x.multihost import openings  # noqa: PLC0415  (several processes)
 
-    name = hashlib.sha256(json.dumps([is_collective, *call]).encode()).hexdigest()[:32]
+    name = hashlib.sha256(json.dumps([group.key, is_collective, *call]).encode()).hexdigest()[:32]
     with sending_heartbeats():
         try:
             store = key_value_store()
-            if service_process_id() == openings.OPENER:
+            if group.is_primary:
                 return openings.publish(store, name, function, is_collective)
-            received = openings.received(store, name, path, is_collective)
+            received = openings.received(store, name, path, group, is_collective)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, CheckpointError) or not _is_of_service(error):
                 raise

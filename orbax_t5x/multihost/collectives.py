@@ -7,84 +7,118 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_t5x.concurrency import CallThread
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import call_with_living_peers
 from orbax_t5x.multihost.rendezvous import rendezvous_before_collective
 from orbax_t5x.storage.error_data import error_as_data, error_from_data
 
 _LENGTH = np.dtype("<u8")
+_AXIS = "process"
 
 _Result = TypeVar("_Result")
 
 
 def collective(
-    function: Callable[[], _Result],
-    path: str | None,
-    thread: CallThread | None = None,
-    members: Sequence[int] | None = None,
+    function: Callable[[], _Result], group: ProcessGroup, path: str | None, thread: CallThread | None = None
 ) -> _Result:
     """Calls what waits for other processes, once all have arrived.
 
     Args:
       function: what to call, in another thread.
+      group: the processes that call it, where one device of each takes part.
       path: of what is being restored, for the error.
       thread: that thread; None: one of its own.
-      members: the processes that call it, where one device of each takes part; None: all, with all their devices.
 
     Raises:
       CheckpointIOError: another process does not answer: JAX's runtime notices that one has died, `heartbeat` that one
         was stopped or is disconnected.
     """
-    rendezvous_before_collective(members, path)
+    rendezvous_before_collective(group, path)
     try:
-        return call_with_living_peers(function, path, thread)
+        return call_with_living_peers(function, group, path, thread)
     except (RuntimeError, ValueError) as error:  # JAX raises either, by where the failure meets it
         text = " ".join(str(error).split())
         message = f"another process of this call has died, or cannot be reached: {text}"
         raise CheckpointIOError(message, path=path) from error
 
 
-def gather(mine: np.ndarray, path: str | None) -> np.ndarray:
-    """Gathers the arrays of all processes, of one shape and dtype, one row each; errors as `collective`."""
-    rows = collective(lambda: np.asarray(multihost_utils.process_allgather(mine)), path)
-    return rows.reshape(-1, *mine.shape)
+def exchange_buffers(
+    buffer: np.ndarray, group: ProcessGroup, path: str | None, thread: CallThread | None = None
+) -> np.ndarray:
+    """Exchanges the send buffers of all members, bytes [slot, byte] of one size, which all must call.
+
+    One `thread` waits in all rounds: each thread keeps memory of its own of what it has let go. The buffer must not
+    change before this returns.
+
+    Returns:
+      What this process gets of each member as bytes [member, byte]: the only slot, or the slot that is this process's.
+    """
+    if group.size == 1:
+        return buffer
+    return collective(lambda: _exchange_slots(buffer, group.members), group, path, thread)
 
 
-def exchange(mine: bytes, failed: bool, path: str | None) -> tuple[list[bytes], list[int]]:
-    """Gathers bytes of all processes by index, and the indices of those that `failed`; errors as `collective`."""
-    table = gather(np.asarray([len(mine), failed], np.uint32), path)
+def _exchange_slots(buffer: np.ndarray, members: Sequence[int]) -> np.ndarray:
+    """Gathers the only slot of all members through their first devices, or sends each member its slot (all-to-all)."""
+    untyped: Any = jax
+    mesh = Mesh(np.asarray([untyped.local_devices(process_index=member)[0] for member in members]), (_AXIS,))
+    own = untyped.device_put(buffer[None], untyped.local_devices()[0])
+    buffers = jax.make_array_from_single_device_arrays(
+        (len(members), *buffer.shape), NamedSharding(mesh, PartitionSpec(_AXIS)), [own]
+    )
+    slots = PartitionSpec() if len(buffer) == 1 else PartitionSpec(None, _AXIS)
+    exchanged = untyped.jit(_same, out_shardings=NamedSharding(mesh, slots))(buffers)
+    return np.asarray(exchanged.addressable_data(0))[:, 0]
+
+
+def _same(buffers: jax.Array) -> jax.Array:
+    return buffers
+
+
+def gather(mine: np.ndarray, group: ProcessGroup, path: str | None) -> np.ndarray:
+    """Gathers the arrays of all members, of one shape and dtype, one row each; errors as `collective`."""
+    rows = exchange_buffers(np.ascontiguousarray(mine).reshape(-1).view(np.uint8)[None], group, path)
+    return np.ascontiguousarray(rows).view(mine.dtype).reshape(group.size, *mine.shape)
+
+
+def exchange(mine: bytes, failed: bool, group: ProcessGroup, path: str | None) -> tuple[list[bytes], list[int]]:
+    """Gathers bytes of all members by rank, and the ranks of those that `failed`; errors as `collective`."""
+    table = gather(np.asarray([len(mine), failed], np.uint32), group, path)
     failures = np.flatnonzero(table[:, 1]).tolist()
     sizes = table[:, 0].tolist()
     if not any(sizes):
         return [b""] * len(sizes), failures
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(mine)] = np.frombuffer(mine, np.uint8)
-    rows = gather(padded, path)
+    rows = gather(padded, group, path)
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)], failures
 
 
-def gather_bytes(mine: bytes, error: Exception | None, path: str | None) -> list[bytes]:
-    """Gathers bytes of all processes by index, or raises this process's error, or else that of another."""
-    sent, failures = exchange(mine if error is None else error_as_bytes(error), error is not None, path)
+def gather_bytes(mine: bytes, error: Exception | None, group: ProcessGroup, path: str | None) -> list[bytes]:
+    """Gathers bytes of all members by rank, or raises this process's error, or else that of another."""
+    sent, failures = exchange(mine if error is None else error_as_bytes(error), error is not None, group, path)
     if failures:
-        raise received_error(failures, sent[failures[0]], path) if error is None else error
+        failed = [group.members[rank] for rank in failures]
+        raise received_error(failed, sent[failures[0]], path) if error is None else error
     return sent
 
 
-def any_failed(failed: bool, path: str | None) -> bool:
-    """Tests whether some process has failed; errors as `collective`."""
-    return bool(gather(np.asarray([failed], np.uint32), path).any())
+def any_failed(failed: bool, group: ProcessGroup, path: str | None) -> bool:
+    """Tests whether some member has failed; errors as `collective`."""
+    return bool(gather(np.asarray([failed], np.uint32), group, path).any())
 
 
-def raise_together(error: Exception | None, path: str | None) -> None:
+def raise_together(error: Exception | None, group: ProcessGroup, path: str | None) -> None:
     """Raises this process's error, or else that of another; as `gather_bytes`."""
-    gather_bytes(b"", error, path)
+    gather_bytes(b"", error, group, path)
 
 
 def error_as_bytes(error: BaseException) -> bytes:
@@ -102,10 +136,10 @@ def received_error(failures: Sequence[int], payload: bytes, path: str | None, wh
     return error_from_data(known, f" (on process {failures[0]})")
 
 
-def gather_texts(mine: Sequence[bytes], path: str | None) -> list[list[bytes]]:
-    """Gathers the texts of each process, by its index; errors as `collective`."""
+def gather_texts(mine: Sequence[bytes], group: ProcessGroup, path: str | None) -> list[list[bytes]]:
+    """Gathers the texts of each member, by its rank; errors as `collective`."""
     lengths = np.asarray([len(mine), *map(len, mine)], _LENGTH)
-    return [_texts(payload) for payload in gather_bytes(lengths.tobytes() + b"".join(mine), None, path)]
+    return [_texts(payload) for payload in gather_bytes(lengths.tobytes() + b"".join(mine), None, group, path)]
 
 
 def _texts(payload: bytes) -> list[bytes]:

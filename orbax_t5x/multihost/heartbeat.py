@@ -3,8 +3,8 @@
 While a process is in a collective call of this package, a thread of its own writes a new number into the key-value
 store of JAX's coordination service every few seconds, and reads those of all processes in one request. A process whose
 number changes is slow at most and is waited for without limit; so is one between two calls. A process whose number
-stays the same was stopped or is disconnected. A process that ends Python first writes that it has ended. The death of a
-process is noticed by JAX itself, at once where it has computed with the others before.
+stays the same was killed, was stopped or is disconnected. A process that ends Python first writes that it has ended.
+The death of a process is noticed by JAX itself, at once where it has computed with the others before.
 
 JAX's own heartbeat is independent of this one: `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 s by
 default, after which JAX ends this process.
@@ -19,14 +19,15 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any, TypeVar
 
 import jax
 
 from orbax_t5x.concurrency import CallThread, call_in_thread
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.multihost.coordination import key_value_store
+from orbax_t5x.multihost.coordination import has_backend, key_value_store, service_process_count, service_process_id
+from orbax_t5x.multihost.groups import ProcessGroup
 
 # A number that is 20 s old when it is read was written at most 25 s ago: below Gloo's limit of 30 s, and enough for a
 # process that is held up.
@@ -83,14 +84,17 @@ class Heartbeat:
                 self._last.pop(process, None)
             elif self._last.get(process, ("", 0.0))[0] != text:
                 self._last[process] = (text, self._read_time)
+        for process in self._last.keys() - numbers.keys():
+            del self._last[process]
 
-    def lost_peer(self) -> str | None:
-        """Returns a text that names a process, or the service, that is lost, and why; None: all are alive."""
+    def lost_peer(self, members: Collection[int] | None = None) -> str | None:
+        """Returns a text that names a member, or the service, that is lost, and why; None: all are alive."""
         now = time.monotonic()
         for process, (text, since) in sorted(self._last.copy().items()):
             # Where this process itself was held up, nothing was read of late: the others may be well. And what a
             # process sent before it ended may still arrive.
-            if now - since > _SILENT_SECS and self._read_time - since >= _SILENT_SECS - _BEAT_SECS:
+            is_member = members is None or process in members
+            if is_member and now - since > _SILENT_SECS and self._read_time - since >= _SILENT_SECS - _BEAT_SECS:
                 if text == _ENDED:
                     return f"process {process} has ended"
                 return f"process {process} has sent no heartbeat for {now - since:.0f} s: {_UNREACHABLE}"
@@ -124,8 +128,8 @@ class _SharedHeartbeat:
         with self._lock:
             self._calls += 1
             # Processes that found each other by other means have no such store.
-            if self.heartbeat is None and jax.distributed.is_initialized() and jax.process_count() > 1:
-                self.heartbeat = Heartbeat(key_value_store(), jax.process_index())
+            if self.heartbeat is None and jax.distributed.is_initialized() and service_process_count() > 1:
+                self.heartbeat = Heartbeat(key_value_store(), _own_number())
             return self.heartbeat
 
     def leave(self) -> None:
@@ -139,6 +143,11 @@ class _SharedHeartbeat:
 
 
 _shared = _SharedHeartbeat()
+
+
+def _own_number() -> int:
+    """Returns JAX's number of this process, and before the backend exists that of the coordination service."""
+    return jax.process_index() if has_backend() else service_process_id()
 
 
 def announce_exit() -> None:
@@ -166,12 +175,13 @@ def sending_heartbeats() -> Generator[Heartbeat | None, None, None]:
 
 
 def call_with_living_peers(
-    function: Callable[[], _Result], path: str | None, thread: CallThread | None = None
+    function: Callable[[], _Result], group: ProcessGroup, path: str | None, thread: CallThread | None = None
 ) -> _Result:
-    """Calls a function that waits for all processes, for as long as they live.
+    """Calls a function that waits for all members of a group, for as long as they live.
 
     Args:
       function: called in another thread, which goes on where this call gives up.
+      group: the processes that call it.
       path: of what is being restored, for the error.
       thread: that thread; None: one of its own.
 
@@ -182,13 +192,15 @@ def call_with_living_peers(
         if heartbeat is None:
             return function()
         future = call_in_thread(function, "orbax_t5x-collective") if thread is None else thread.submit(function)
-        return wait_with_living_peers(future, path)
+        return wait_with_living_peers(future, group.members, path)
 
 
-def wait_with_living_peers(future: concurrent.futures.Future[_Result], path: str | None) -> _Result:
-    """Returns the result of a call that waits for other processes; arguments and errors as above."""
+def wait_with_living_peers(
+    future: concurrent.futures.Future[_Result], members: Collection[int] | None, path: str | None
+) -> _Result:
+    """Returns the result of a call that waits for members, or for all processes; errors as above."""
     with sending_heartbeats() as heartbeat:
         while not concurrent.futures.wait([future], POLL_SECS).done:
-            if heartbeat is not None and (lost := heartbeat.lost_peer()) is not None:
+            if heartbeat is not None and (lost := heartbeat.lost_peer(members)) is not None:
                 raise CheckpointIOError(f"{lost}, and this call waits for it no longer.", path=path)
         return future.result()

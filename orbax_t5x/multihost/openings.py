@@ -12,15 +12,12 @@ from typing import Any, TypeVar
 
 from orbax_t5x.concurrency import call_in_thread
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
-from orbax_t5x.multihost.coordination import service_process_count, service_process_id
+from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import POLL_SECS, wait_with_living_peers
 from orbax_t5x.multihost.publication import Publication, begun_publications
 from orbax_t5x.storage.error_data import error_as_data, error_from_data
 from orbax_t5x.storage.recorded import using
 from orbax_t5x.storage.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpoint
-
-OPENER = 0
-"""The process of the coordination service that opens for all."""
 
 _REPORT_SECS = 10.0  # between two log lines
 # How long a process waits for the opener to begin: in collective calls, and where it may be the only caller.
@@ -57,29 +54,29 @@ def publish(store: Any, name: str, function: Callable[[], _Result], is_collectiv
         publication.keep(is_collective)
 
 
-def received(store: Any, name: str, path: str, is_collective: bool) -> Transcript | None:
+def received(store: Any, name: str, path: str, group: ProcessGroup, is_collective: bool) -> Transcript | None:
     """Returns what the opener has published of this call; None where this process shall open for itself."""
     abandoned = threading.Event()
 
     def receive() -> Transcript | None:
-        taken = _taken(store, name, path, is_collective, abandoned)
+        taken = _taken(store, name, path, group, is_collective, abandoned)
         if taken is None:
             return None
         newest, consumed = taken
         try:
-            return None if newest.is_expired else _transcript(newest, path, abandoned)
+            return None if newest.is_expired else _transcript(newest, path, group, abandoned)
         finally:
             for publication in consumed:
-                publication.consume(service_process_count() - 1)
+                publication.consume(group.size - 1)
 
     try:
-        return wait_with_living_peers(call_in_thread(receive, "orbax_t5x-catalogue"), path)
+        return wait_with_living_peers(call_in_thread(receive, "orbax_t5x-catalogue"), group.members, path)
     finally:
         abandoned.set()
 
 
 def _taken(
-    store: Any, name: str, path: str, is_collective: bool, abandoned: threading.Event
+    store: Any, name: str, path: str, group: ProcessGroup, is_collective: bool, abandoned: threading.Event
 ) -> tuple[Publication, list[Publication]] | None:
     """Waits for the opener to begin a call that this process has not made; None in vain.
 
@@ -100,14 +97,16 @@ def _taken(
         if time.monotonic() - begin > most:
             _logger.warning(
                 "%s: process %d has not begun to open it within %g s; this process opens it for itself",
-                *(path, OPENER, most),
+                *(path, group.primary, most),
             )
             return None
         time.sleep(POLL_SECS)
     return None
 
 
-def _transcript(publication: Publication, path: str, abandoned: threading.Event) -> Transcript | None:
+def _transcript(
+    publication: Publication, path: str, group: ProcessGroup, abandoned: threading.Event
+) -> Transcript | None:
     """Waits for the end of an opening; None where this process shall open for itself; raises the opener's error."""
     begin = time.monotonic()
     while (head := publication.head(_REPORT_SECS)) is None:
@@ -116,15 +115,15 @@ def _transcript(publication: Publication, path: str, abandoned: threading.Event)
         if publication.is_removed():
             return None
         waited = time.monotonic() - begin
-        _logger.warning("%s: have waited %.0f s for process %d to open it", path, waited, OPENER)
-    return _parsed(publication, head, path)
+        _logger.warning("%s: have waited %.0f s for process %d to open it", path, waited, group.primary)
+    return _parsed(publication, head, path, group)
 
 
-def _parsed(publication: Publication, head: dict[str, Any], path: str) -> Transcript | None:
+def _parsed(publication: Publication, head: dict[str, Any], path: str, group: ProcessGroup) -> Transcript | None:
     """Returns the transcript of an opening that has ended; as `_transcript`."""
     if "error" in head:
         if head["error"] is None:
-            message = f"opening it failed on process {OPENER}; the error raised there has the reason"
+            message = f"opening it failed on process {group.primary}; the error raised there has the reason"
             raise CheckpointIOError(message, path=path)
         raise error_from_data(head["error"])
     if head["alone"]:
@@ -136,9 +135,9 @@ def _parsed(publication: Publication, head: dict[str, Any], path: str) -> Transc
         unpacking = zlib.decompressobj()
         whole = unpacking.decompress(packed, MOST_TRANSCRIPT_BYTES + 1)  # one more, so that its end is seen
         if unpacking.eof:
-            return Transcript.decode(whole, Viewpoint(service_process_id(), OPENER))
+            return Transcript.decode(whole, Viewpoint(group.process, group.primary))
         raise ValueError("it has no end")
     except (ValueError, zlib.error) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointIOError(f"what process {OPENER} sent of the checkpoint is damaged", path=path) from error
+        raise CheckpointIOError(f"what process {group.primary} sent of the checkpoint is damaged", path=path) from error

@@ -7,18 +7,17 @@ for without limit. One that has not sent a first heartbeat is starting, or has d
 waits at its own start (`ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS` sets another limit), and named in the log meanwhile.
 Where processes found each other by other means there is no such service, and nothing is waited for here.
 
-A barrier is passed once for the backend and once for each set of devices.
+A barrier is passed once for the backend, which all processes of the job make, and once for each group.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +25,7 @@ import jax
 
 from orbax_t5x.concurrency import call_in_thread
 from orbax_t5x.errors import CheckpointIOError, Fix
-from orbax_t5x.multihost.catalogue import collective_call
+from orbax_t5x.multihost.catalogue import call_of_group
 from orbax_t5x.multihost.coordination import (
     has_backend,
     key_value_store,
@@ -34,7 +33,8 @@ from orbax_t5x.multihost.coordination import (
     service_process_id,
     waited_for_key,
 )
-from orbax_t5x.multihost.heartbeat import POLL_SECS, read_heartbeats, sending_heartbeats, wait_with_living_peers
+from orbax_t5x.multihost.groups import ProcessGroup
+from orbax_t5x.multihost.heartbeat import read_heartbeats, sending_heartbeats, wait_with_living_peers
 from orbax_t5x.text.wording import listed
 
 _KEYS = "orbax_t5x/rendezvous/"
@@ -47,47 +47,58 @@ _logger = logging.getLogger(__name__)
 _passed: set[str] = set()
 
 
-def rendezvous_before_backend() -> None:
+def rendezvous_before_backend(processes: Any = None) -> ProcessGroup:
     """Waits for all processes, and makes JAX's backend; every process must call it.
 
-    No process sends heartbeats yet, because they bear the index that the backend gives a process.
+    A process of a group that is not the whole job leaves the wait to JAX: others may never call it.
+
+    Args:
+      processes: Orbax's `MultiprocessingOptions` of the call, or None.
+
+    Returns:
+      The group of the call.
 
     Raises:
       CheckpointIOError: a process has died, or has not arrived in time.
       RuntimeError: JAX cannot make its backend.
+      ValueError: this process is no member of the group.
     """
-    if not jax.distributed.is_initialized() or "backend" in _passed:
-        return
+    if jax.distributed.is_initialized() and "backend" not in _passed:
+        with sending_heartbeats():
+            active = None if processes is None else processes.active_processes
+            _make_backend(is_alone=active is not None and len(active) < service_process_count())
+    return ProcessGroup.of(processes)
+
+
+def _make_backend(*, is_alone: bool) -> None:
     barrier = _Barrier("backend", service_process_id(), range(service_process_count()), None)
 
     def wait_and_make_backend() -> None:
         if has_backend():  # for which JAX has waited, and this process sends heartbeats soon
             barrier.arrive()
+            return
+        if is_alone:
+            barrier.arrive()
         else:
             barrier.wait()
-            jax.process_count()
+        jax.process_count()
 
-    def wait(future: concurrent.futures.Future[None]) -> None:
-        while not concurrent.futures.wait([future], POLL_SECS).done:
-            pass  # an interrupt is not noticed in a wait without a limit
-        future.result()
-
-    barrier.pass_by(wait_and_make_backend, wait)
+    barrier.pass_by(wait_and_make_backend, None)
 
 
 @contextmanager
-def collective_restore() -> Generator[None, None, None]:
-    """Holds for a restore that every process makes: they meet, send heartbeats, and open together."""
-    rendezvous_before_backend()
-    with sending_heartbeats(), collective_call():
-        yield
+def collective_operation(processes: Any = None) -> Generator[ProcessGroup, None, None]:
+    """Holds for a call that every member of a group makes: they meet, send heartbeats, and open together."""
+    group = rendezvous_before_backend(processes)
+    with sending_heartbeats(), call_of_group(group):
+        yield group
 
 
-def rendezvous_before_collective(members: Sequence[int] | None, path: str | None) -> None:
+def rendezvous_before_collective(group: ProcessGroup, path: str | None) -> None:
     """Waits for the processes whose devices are about to compute together; each of them must call it.
 
     Args:
-      members: their indices, where one device of each takes part; None: all processes, with all their devices.
+      group: the processes.
       path: of what is being restored, for the error.
 
     Raises:
@@ -96,12 +107,9 @@ def rendezvous_before_collective(members: Sequence[int] | None, path: str | None
     """
     if not jax.distributed.is_initialized():
         return
-    rendezvous_before_backend()  # the others may be in a call that begins with it
-    name = "all" if members is None else ",".join(map(str, members))
-    if name not in _passed:
-        expected = range(jax.process_count()) if members is None else members
-        barrier = _Barrier(name, jax.process_index(), expected, path)
-        barrier.pass_by(barrier.wait, lambda future: wait_with_living_peers(future, path))
+    if group.key not in _passed:
+        barrier = _Barrier(group.key, group.process, group.members, path)
+        barrier.pass_by(barrier.wait, group.members)
 
 
 class _Barrier:
@@ -116,10 +124,10 @@ class _Barrier:
         self._timeout_secs = _first_heartbeat_timeout_secs()
         self._is_abandoned = threading.Event()
 
-    def pass_by(self, function: Callable[[], None], wait: Callable[[concurrent.futures.Future[None]], None]) -> None:
-        """Has the function, which waits at the barrier, called in another thread, and waits for it."""
+    def pass_by(self, function: Callable[[], None], members: Collection[int] | None) -> None:
+        """Has the function, which waits at the barrier, called in another thread, and waits while all live."""
         try:
-            wait(call_in_thread(function, "orbax_t5x-rendezvous"))
+            wait_with_living_peers(call_in_thread(function, "orbax_t5x-rendezvous"), members, self._path)
             _passed.add(self._name)
         finally:
             self._is_abandoned.set()

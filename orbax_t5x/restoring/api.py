@@ -17,7 +17,7 @@ from orbax_t5x.provenance.records import Records
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory
-from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
+from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, open_sources
@@ -26,7 +26,8 @@ from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern
 
 # Only the processes of a job load what they do together.
-_collective_restore = on_demand.function("orbax_t5x.multihost.rendezvous", "collective_restore")
+_collective_restore = on_demand.function("orbax_t5x.multihost.rendezvous", "collective_operation")
+_openings_of = on_demand.function("orbax_t5x.multihost.catalogue", "openings_of")
 _announce_exit = on_demand.function("orbax_t5x.multihost.heartbeat", "announce_exit")
 
 
@@ -44,6 +45,7 @@ def plan_restore(
     allow_lossy_cast: bool = RestoreOptions.allow_lossy_cast,
     limits: Limits | None = RestoreOptions.limits,
     fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
+    multiprocessing_options: AnyProcesses | None = RestoreOptions.multiprocessing_options,
 ) -> RestorePlan:
     """Plans a restore, and finds all problems beforehand.
 
@@ -65,7 +67,9 @@ def plan_restore(
       ([('shared/embedding', 'read')], 142)
     """
     options = RestoreOptions.among(locals())
-    with contextlib.ExitStack() as stack:
+    is_in_group = multiprocessing_options is not None and jax.distributed.is_initialized()
+    together = _openings_of(multiprocessing_options) if is_in_group else contextlib.nullcontext()
+    with together, contextlib.ExitStack() as stack:
         plan = open_plan(source, target, transforms, options, stack)
         stack.pop_all()
     return plan
@@ -89,6 +93,7 @@ def restore(
     limits: Limits | None = RestoreOptions.limits,
     broadcast: BroadcastMode = RestoreOptions.broadcast,
     fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
+    multiprocessing_options: AnyProcesses | None = RestoreOptions.multiprocessing_options,
 ) -> Any:
     """Restores a checkpoint of any format into a target.
 
@@ -122,6 +127,9 @@ def restore(
         Every process passes the same. With one process nothing changes.
       fallback_for: regexes; the fallback fills only target leaves whose whole name one of them matches. None: it fills
         all that are missing, with a warning where model parameters are, and a problem where nothing is restored.
+      multiprocessing_options: Orbax's, of a group of processes that restores without the others: only its
+        `active_processes` call, `primary_host` is the one that reads metadata for all, and groups that differ in
+        `barrier_sync_key_prefix` alone do not meet.
 
     Returns:
       The target's structure, with its types, dtypes and shardings.
@@ -129,6 +137,7 @@ def restore(
     Raises:
       RestorePlanError: the checkpoint, the transforms and the target disagree; all problems at once, nothing was read.
       CheckpointError: the checkpoint could not be opened or read, or is damaged.
+      ValueError: this process is not among the `active_processes`.
 
     Example:
       >>> sharding = jax.sharding.NamedSharding(jax.make_mesh((8,), ("model",)), jax.sharding.PartitionSpec("model"))
@@ -141,7 +150,7 @@ def restore(
     options = RestoreOptions.among(locals())
     with contextlib.ExitStack() as stack:
         if jax.distributed.is_initialized():
-            stack.enter_context(_collective_restore())
+            stack.enter_context(_collective_restore(multiprocessing_options))
         return open_plan(source, target, transforms, options, stack).run(options)
 
 

@@ -18,6 +18,7 @@ from orbax_t5x.concurrency import LoopThread, balanced_shares, run_in_pool
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, full_box
 from orbax_t5x.multihost.collectives import gather_bytes, raise_together
+from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.readers.ranges.coverage import fold_columns
@@ -37,10 +38,11 @@ def execute_jointly(
     plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None
 ) -> tuple[dict[str, Any], RestoreReport]:
     """Runs a plan on each process of a job, which all call it; see `execute_plan`."""
-    rendezvous_before_backend()
+    group = rendezvous_before_backend(plan.processes)
     with sending_heartbeats():
-        kind = _JointExecution if jax.process_count() > 1 else Execution
-        return kind(plan, options, on_progress).run()
+        if group.size == 1:
+            return Execution(plan, options, on_progress).run()
+        return _JointExecution(plan, options, on_progress, group).run()
 
 
 class _JointExecution(Execution):
@@ -48,15 +50,16 @@ class _JointExecution(Execution):
 
     _is_joint = True
 
-    def __init__(self, plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None):
+    def __init__(self, plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None, group: ProcessGroup):
         super().__init__(plan, options, on_progress)
         self._mode: BroadcastMode = options.broadcast
         self._path = plan.path
+        self._group = group
         self._broadcast: Broadcast | None = None
 
     def _own_entries(self, entries: list[PlanEntry]) -> list[PlanEntry]:
         """Compares the plans of all processes, and prepares the broadcast; returns the entries that are not sent."""
-        stores = compare_plans(self._plan, self._mode, self._path)
+        stores = compare_plans(self._plan, self._mode, self._group, self._path)
         if self._mode == "auto":
             return entries if max(stores) is StoreKind.LOCAL else self._prepare_broadcast(entries, stores)
         return self._prepare_broadcast(entries, None) if self._mode else entries
@@ -69,19 +72,12 @@ class _JointExecution(Execution):
         texts = [entry for entry in entries if is_text(entry) and (stores is None or stores.of(entry.leaves))]
         arrays = [entry for entry in entries if not is_text(entry)]
         local_texts = [entry for entry in entries if is_text(entry) and entry not in texts]
-        processes = jax.process_count()
-        schedule = schedule_broadcast(gather_needs(arrays, self._path), processes, self._limit, stores)
+        needs = gather_needs(arrays, self._group, self._path)
+        schedule = schedule_broadcast(needs, self._group.size, self._limit, stores)
         if stores is not None:
             self._plan.decisions = schedule.decisions
         self._broadcast = Broadcast(
-            schedule,
-            texts,
-            self._reader,
-            self._place_arrived,
-            process=jax.process_index(),
-            processes=processes,
-            limit=self._limit,
-            path=self._path,
+            schedule, texts, self._reader, self._place_arrived, group=self._group, limit=self._limit, path=self._path
         )
         return [*local_texts, *schedule.unshared]
 
@@ -136,7 +132,7 @@ class _JointExecution(Execution):
     def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
         """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
         try:
-            ranges = gather_checksums(self._stats, self._leaves_in_order(), error=error, path=self._path)
+            ranges = gather_checksums(self._stats, self._leaves_in_order(), self._group, error=error, path=self._path)
         except CheckpointError:
             if error is None:
                 raise
@@ -148,14 +144,14 @@ class _JointExecution(Execution):
             thread.run(self._verify_rest(ranges))
         except Exception as caught:
             error = caught
-        raise_together(error, self._path)
+        raise_together(error, self._group, self._path)
 
     async def _verify_rest(self, ranges: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
         """Compares checksums of what was read; leaves that this does not cover are read, some by each process."""
         await self._verify_all(self._leaves_in_order(), ranges, ReadStats("touched"))
         rest = [leaf for leaf, verified in self._verified.items() if verified is False]
-        work_shares = balanced_shares(rest, _stored_bytes, jax.process_count())
-        await self._verify_all(work_shares[jax.process_index()], ranges, self._stats)
+        work_shares = balanced_shares(rest, _stored_bytes, self._group.size)
+        await self._verify_all(work_shares[self._group.rank], ranges, self._stats)
         # Unless another process finds damage in its own: `raise_together` then raises that here, too.
         self._verified.update(dict.fromkeys(rest, True))
 
@@ -175,9 +171,9 @@ def _stored_bytes(leaf: Leaf) -> int:
 
 
 def gather_checksums(
-    stats: ReadStats, leaves: Sequence[Leaf], *, error: Exception | None, path: str | None
+    stats: ReadStats, leaves: Sequence[Leaf], group: ProcessGroup, *, error: Exception | None, path: str | None
 ) -> dict[Leaf, list[ChecksummedRange]]:
-    """Gathers the checksummed ranges of all processes, by this process's leaf.
+    """Gathers the checksummed ranges of all members, by this process's leaf.
 
     Every process must call it, also one whose reading failed with `error`: the others would wait for it.
     """
@@ -191,7 +187,7 @@ def gather_checksums(
     numbers = [(index, *one) for index, found in enumerate(ranges) for one in found]
     mine = np.asarray(numbers, np.uint64).reshape(-1, _COLUMNS)
     gathered: dict[Leaf, list[ChecksummedRange]] = {}
-    for sent in gather_bytes(mine.tobytes(), error, path):
+    for sent in gather_bytes(mine.tobytes(), error, group, path):
         rows: list[list[int]] = np.frombuffer(sent, np.uint64).reshape(-1, _COLUMNS).tolist()
         for index, *one in rows:
             gathered.setdefault(leaves[index], []).append(ChecksummedRange(*one))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -28,6 +28,14 @@ several shards need are decoded twice."""
 
 BroadcastMode = Literal["auto"] | bool
 """Way in which leaves come to several processes that need them: read by each, or by one that sends them."""
+
+
+class AnyProcesses(Protocol):
+    """`MultiprocessingOptions` of Orbax or of Orbax v1: the processes that make a call together."""
+
+    primary_host: int | None
+    active_processes: set[int] | None
+    barrier_sync_key_prefix: str | None
 
 
 def memory_limit(memory_limit_bytes: int | None) -> int:
@@ -53,12 +61,19 @@ def check_broadcast(broadcast: object) -> None:
         raise ValueError(f"broadcast must be 'auto', True or False, not {broadcast!r}")
 
 
+def check_processes(processes: object) -> None:
+    """Raises TypeError for what is neither None nor Orbax's `MultiprocessingOptions`."""
+    if processes is not None and not hasattr(processes, "active_processes"):
+        raise TypeError(f"multiprocessing_options={processes!r}: pass ocp.options.MultiprocessingOptions(…)")
+
+
 # Not compared by value: a fallback may hold arrays.
 @dataclasses.dataclass(eq=False, kw_only=True)
 class RestoreOptions:
     """Options of a restore, checked; `orbax_t5x.restore` documents each.
 
-    `verify`, `memory_limit_bytes`, `progress` and `broadcast` decide how a plan is executed, and change no value. All
+    `multiprocessing_options` are the processes that restore together. `verify`, `memory_limit_bytes`, `progress` and
+    `broadcast` decide how a plan is executed, and change no value. All
     others decide which bytes become which leaf.
 
     Raises:
@@ -79,6 +94,7 @@ class RestoreOptions:
     limits: Limits | None = None
     broadcast: BroadcastMode = "auto"
     fallback_for: Sequence[Pattern] | None = None
+    multiprocessing_options: AnyProcesses | None = None
 
     def __post_init__(self) -> None:
         check_item(self.item)
@@ -93,6 +109,7 @@ class RestoreOptions:
         check_memory_limit(self.memory_limit_bytes)
         check_progress(self.progress)
         check_broadcast(self.broadcast)
+        check_processes(self.multiprocessing_options)
         if self.fallback_for is not None:
             self.fallback_for = pattern_tuple(self.fallback_for, "fallback_for")
 

@@ -21,7 +21,7 @@ from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy import Box, Leaf, Verify, View
 from orbax_t5x.lazy.box import full_box
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
+from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.target_leaf import TargetLeaf
 from orbax_t5x.restoring.targets import Target
 from orbax_t5x.text.fold import fold_names
@@ -247,6 +247,7 @@ class RestorePlan:
       bytes_read_at_planning: bytes of array data that transforms read while the plan was made, counted as in a report;
         `bytes_to_read` does not have them.
       report: after `execute`, what was read and checked.
+      processes: Orbax's options of the processes that execute it together; None: all of the job.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
       rest: the transforms that are applied where the first of the list were applied before, else None.
       decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
@@ -290,6 +291,7 @@ class RestorePlan:
         self.decisions: Mapping[str, Any] | None = None
         self.is_resuming = False
         self.rest: tuple[Any, ...] | None = None
+        self.processes: AnyProcesses | None = None
 
     def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """Sets a function that makes the provenance on first use."""

@@ -188,6 +188,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     )
     plan.is_resuming = resuming
     plan.rest = tuple(transforms[decision.skipped :]) if decision.skipped else None
+    plan.processes = options.multiprocessing_options
     if found and plan.filled and not plan.is_fill_expected:
         if problems := _partial_rules(plan, found):
             raise diagnostics.error(problems, path=inputs.sources.path)

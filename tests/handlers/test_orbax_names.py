@@ -12,7 +12,7 @@ import tensorstore as ts
 from etils import epath
 
 from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
-from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture, step_directory, write_spec
+from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture, processes_of, step_directory, write_spec
 from orbax_t5x.readers.orbax import steps
 
 
@@ -105,3 +105,10 @@ def test_a_manager_knows_where_its_steps_are(tmp_path):
 def test_the_recorded_type_is_orbaxs_and_the_registered_one_ours():
     assert TrainStateHandler().typestr() == ocp.PyTreeCheckpointHandler.typestr()
     assert TrainStateHandler.typestr().endswith(".TrainStateHandler")
+
+
+def test_a_manager_has_the_options_of_its_processes(tmp_path):
+    processes = ocp.options.MultiprocessingOptions(active_processes={0}, barrier_sync_key_prefix="x")
+    options = ocp.CheckpointManagerOptions(multiprocessing_options=processes, create=False)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        assert processes_of(manager) == processes

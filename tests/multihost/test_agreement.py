@@ -9,13 +9,14 @@ from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, RestoreP
 from orbax_t5x.multihost import agreement
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.multihost.collectives import error_as_bytes
+from orbax_t5x.multihost.groups import ProcessGroup
 
 RECORDS = {"": ({"rules": ["a"]},), "x": None}
 
 
 def test_one_process_exchanges_nothing(monkeypatch):
     monkeypatch.setattr(agreement, "exchange", None)
-    alone = Agreement(0, "/memory")
+    alone = Agreement(None, "/memory")
     with alone.planning():
         assert alone.records(RECORDS) is RECORDS and alone.of_all([1]) == [[1]] and alone.of_primary("x") == "x"
         alone.plan(["/a"], ())
@@ -30,10 +31,12 @@ class Job:
     def __init__(self, monkeypatch):
         self.sent = []
         self.replies = []
-        monkeypatch.setattr(agreement.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(
+            agreement, "rendezvous_before_backend", lambda primary: ProcessGroup((0, 1), primary or 0, "", 0)
+        )
         monkeypatch.setattr(agreement, "exchange", self._exchange)
 
-    def _exchange(self, mine, failed, path):
+    def _exchange(self, mine, failed, group, path):
         self.sent.append((mine, failed))
         theirs, their_failed = self.replies.pop(0)
         if isinstance(theirs, BaseException):
@@ -53,22 +56,22 @@ def test_the_record_of_the_primary_process_counts(job):
     assert Agreement(1, "/memory").records(RECORDS) == {"": ({"rules": ["b"]},), "x": None}
     assert job.sent == [(b"null", False)]
     job.replies = [(b"null", False)]
-    assert Agreement(0, "/memory").records(RECORDS) == RECORDS
+    assert Agreement(None, "/memory").records(RECORDS) == RECORDS
 
 
 def test_processes_with_other_sources_raise_and_tell_nobody_again(job):
     job.replies = [(b"another digest", False)]
-    together = Agreement(0, "/memory", "restore")
+    together = Agreement(None, "/memory", "restore")
     with pytest.raises(RestorePlanError, match="given different steps"), together.planning():
         together.plan(["/a"], [{"rules": []}])
     assert len(job.sent) == 1
     job.replies = [(None, False)]
-    Agreement(0, "/memory").plan(["/a"], [{"rules": []}])
+    Agreement(None, "/memory").plan(["/a"], [{"rules": []}])
 
 
 def test_a_failure_is_sent_to_the_others_and_raised_here(job):
     job.replies = [(b"", False)]
-    with pytest.raises(CorruptCheckpointError), Agreement(0, "/memory").planning():
+    with pytest.raises(CorruptCheckpointError), Agreement(None, "/memory").planning():
         raise CorruptCheckpointError("bad", path="/a")
     ((payload, failed),) = job.sent
     assert failed and json.loads(payload)[:3] == ["CorruptCheckpointError", "bad", "/a"]
@@ -77,7 +80,7 @@ def test_a_failure_is_sent_to_the_others_and_raised_here(job):
 @pytest.mark.parametrize(("sends_errors", "kind"), [(True, CorruptCheckpointError), (False, CheckpointIOError)])
 def test_a_failure_of_another_process_is_raised_once(job, sends_errors, kind):
     job.replies = [(error_as_bytes(CorruptCheckpointError("bad", path="/a")), True)]
-    together = Agreement(0, "/memory", "conversion", sends_errors=sends_errors)
+    together = Agreement(None, "/memory", "conversion", sends_errors=sends_errors)
     with pytest.raises(kind, match="process 1"), together.planning():
         together.of_all(None)
     assert len(job.sent) == 1 and not together.lost_peer
@@ -85,7 +88,7 @@ def test_a_failure_of_another_process_is_raised_once(job, sends_errors, kind):
 
 def test_after_a_lost_process_nothing_more_is_sent(job):
     job.replies = [(CheckpointIOError("gone"), False)]
-    together = Agreement(0, "/memory")
+    together = Agreement(None, "/memory")
     with pytest.raises(CheckpointIOError, match="gone"), together.planning():
         together.of_all(None)
     assert together.lost_peer and len(job.sent) == 1

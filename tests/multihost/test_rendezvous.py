@@ -34,12 +34,12 @@ def source(tmp_path):
 
 # With Gloo the first all-gather gives up on a process that is 30 s late.
 _LATE = """
-from jax.experimental import multihost_utils
-process_allgather = multihost_utils.process_allgather
+from orbax_t5x.multihost import collectives
+exchange_slots = collectives._exchange_slots
 
 def noted(*arguments, **keywords):
     store.key_value_set("test/begun", "", allow_overwrite=True)
-    return process_allgather(*arguments, **keywords)
+    return exchange_slots(*arguments, **keywords)
 
 def late(state, target, *, is_resuming=False):
     if process == 1:
@@ -47,7 +47,7 @@ def late(state, target, *, is_resuming=False):
         tell(store.key_value_dir_get("test/"))
     return state
 
-multihost_utils.process_allgather = noted
+collectives._exchange_slots = noted
 jax.devices()
 state = ot.restore(source, None, [late], is_resuming=False)
 tell(state["kernel"].tolist())
@@ -62,8 +62,8 @@ def test_a_collective_begins_when_all_processes_have_arrived(source, tmp_path):
 
 
 _INTERRUPTED = """
-from jax.experimental import multihost_utils
-process_allgather = multihost_utils.process_allgather
+from orbax_t5x.multihost import collectives
+exchange_slots = collectives._exchange_slots
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
@@ -92,7 +92,7 @@ class Store:
 
 def gathers_noted(*arguments, **keywords):
     gathers.set()
-    return process_allgather(*arguments, **keywords)
+    return exchange_slots(*arguments, **keywords)
 
 # Before JAX has made its backend, which waits for the backends of the others.
 rendezvous.key_value_store, waits = Store, threading.Event()
@@ -100,7 +100,7 @@ convert("first", waits)
 if process == 0:
     convert("first")
 # And where all have computed together.
-multihost_utils.process_allgather, gathers = gathers_noted, threading.Event()
+collectives._exchange_slots, gathers = gathers_noted, threading.Event()
 convert("second", gathers)
 tell(os.path.exists(f"{folder}/second"))
 jax.distributed.shutdown()  # the coordinator ends last

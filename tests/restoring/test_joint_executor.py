@@ -11,6 +11,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy import ReadStats
 from orbax_t5x.lazy.read_stats import ChecksummedRange
+from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.joint_executor import _JointExecution, gather_checksums
 from orbax_t5x.restoring.options import RestoreOptions
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
@@ -23,7 +24,7 @@ TARGET = {"a": sharded((8, 4), spec=P("x")), "b": sharded((16,)), "c": np.int32(
 @pytest.mark.parametrize("broadcast", [True, False, "auto"])
 def test_a_joint_execution_reads_what_a_single_one_reads(kind, broadcast):
     joint, single = (ot.plan_restore(checkpoint(ARRAYS, kind), TARGET) for _ in range(2))
-    found, report = _JointExecution(joint, RestoreOptions(broadcast=broadcast), None).run()
+    found, report = _JointExecution(joint, RestoreOptions(broadcast=broadcast), None, ProcessGroup.of()).run()
     expected = single.execute()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -35,7 +36,7 @@ def test_a_joint_execution_raises_its_own_error():
     error = CorruptCheckpointError("broken", path="/memory", leaf="a")
     plan = ot.plan_restore(checkpoint({"a": FailingLeaf("a", values((8, 4)), error)}), {"a": TARGET["a"]})
     with pytest.raises(CorruptCheckpointError, match="broken"):
-        _JointExecution(plan, RestoreOptions(broadcast=True), None).run()
+        _JointExecution(plan, RestoreOptions(broadcast=True), None, ProcessGroup.of()).run()
 
 
 def test_checksummed_ranges_come_back_by_leaf():
@@ -43,7 +44,7 @@ def test_checksummed_ranges_come_back_by_leaf():
     stats = ReadStats("full")
     covered = ChecksummedRange(3, 9, 0xFFFFFFFF, 1, 1)
     stats.add_range(leaves[1], covered)
-    assert gather_checksums(stats, leaves, error=None, path=None) == {leaves[1]: [covered]}
+    assert gather_checksums(stats, leaves, ProcessGroup.of(), error=None, path=None) == {leaves[1]: [covered]}
 
 
 _LOCAL_RESTORE = """

@@ -18,6 +18,7 @@ from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState, plain_targe
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
+from orbax_t5x.multihost.rendezvous import collective_operation
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
@@ -39,12 +40,14 @@ def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.C
       CheckpointError: as `orbax_t5x.restore` does.
     """
     own = abstract.source is None
-    agreement = Agreement(context.multiprocessing.primary_host or 0, os.fspath(directory))
+    processes = abstract.multiprocessing_options or context.multiprocessing
+    agreement = Agreement(processes, os.fspath(directory))
     caller = Caller("own step" if own else "restore", agreement.records, keeps_lineage=True)
     with contextlib.ExitStack() as stack:
         with agreement.planning():
             source = directory if abstract.source is None else abstract.source
             options = RestoreOptions.among(vars(abstract)).within(context.memory.read_concurrent_bytes)
+            options.multiprocessing_options = processes
             plan = open_plan(source, abstract.target, abstract.transforms, options, stack, caller)
             agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
         restored = plan.run(options)
@@ -88,7 +91,7 @@ def load_and_transform(
     It is `orbax_t5x.restore` among v1's functions.
 
     It works inside any Orbax context and outside; of the active one, `memory.read_concurrent_bytes` bounds the host
-    buffers.
+    buffers, and `multiprocessing` says which processes load together.
 
     Args:
       path: of the checkpoint, of any format, local or remote; an opened checkpoint, an `orbax_t5x.Source`, or a mapping
@@ -121,8 +124,10 @@ def load_and_transform(
         raise TypeError("load_and_transform takes (path, target, transforms); by keyword in any order")
     transforms = _one_of("transforms", transforms, "transform_fn", transform_fn)
     transforms = () if isinstance(transforms, _NotGiven) else transforms
-    options = RestoreOptions.among(locals()).within(active_context().memory.read_concurrent_bytes)
-    with contextlib.ExitStack() as stack:
+    context = active_context()
+    options = RestoreOptions.among(locals()).within(context.memory.read_concurrent_bytes)
+    options.multiprocessing_options = context.multiprocessing
+    with collective_operation(context.multiprocessing), contextlib.ExitStack() as stack:
         plan = open_plan(path, plain_target(target), transforms, options, stack)
         return plan.run(options)
 

@@ -27,7 +27,7 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.multihost.heartbeat import announce_exit
 from orbax_t5x.operations.convert.destination import Destination, LocalDestination
-from orbax_t5x.operations.convert.job import FORMATS, PRIMARY, ConversionJob
+from orbax_t5x.operations.convert.job import FORMATS, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
 from orbax_t5x.readers import Checkpoint, Limits
@@ -36,7 +36,7 @@ from orbax_t5x.registry import Registry
 from orbax_t5x.restoring.api import plan_of
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import Caller
-from orbax_t5x.restoring.options import RestoreOptions, check_dtype
+from orbax_t5x.restoring.options import AnyProcesses, RestoreOptions, check_dtype
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, open_sources
 from orbax_t5x.storage.limits import check_memory_limit
@@ -67,6 +67,7 @@ def convert(
     strict: bool = RestoreOptions.strict,
     item: str | None = RestoreOptions.item,
     limits: Limits | None = RestoreOptions.limits,
+    multiprocessing_options: AnyProcesses | None = RestoreOptions.multiprocessing_options,
 ) -> ConvertReport:
     """Writes a checkpoint as an Orbax item or safetensors files.
 
@@ -108,6 +109,7 @@ def convert(
       strict: as in `orbax_t5x.restore`; without a target no leaf is left over.
       item: which item of an Orbax step.
       limits: what a file's headers may claim.
+      multiprocessing_options: the processes that convert together, as in `orbax_t5x.restore`.
 
     Returns:
       What was written.
@@ -124,7 +126,13 @@ def convert(
       >>> ocp.PyTreeCheckpointer().restore(directory / "t5x")["target"]["token_embedder"]["embedding"].shape
       (128, 16)
     """
-    options = RestoreOptions(item=item, is_resuming=is_resuming, strict=strict, limits=limits)
+    options = RestoreOptions(
+        item=item,
+        is_resuming=is_resuming,
+        strict=strict,
+        limits=limits,
+        multiprocessing_options=multiprocessing_options,
+    )
     writing = WriteOptions(format, dtype, overwrite, memory_limit_bytes, progress, on_unsupported)
     return convert_for(None, source, destination, transforms, options, writing)
 
@@ -160,7 +168,7 @@ def _convert(
     The cleanup, after the other processes have received a failure, ends what may still write.
     """
     started = time.monotonic()
-    agreement = Agreement(PRIMARY, destination, "conversion", sends_errors=True)
+    agreement = Agreement(options.multiprocessing_options, destination, "conversion", sends_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
         _check_options(writing)
         chain = chain_of(transforms)

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from orbax_t5x.concurrency import Cleanup, LoopThread
 from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import ReadStats
@@ -44,8 +42,6 @@ FORMATS: dict[str, Callable[[RestorePlan, WriteOptions], OutputFormat]] = {
     "orbax": OrbaxFormat,
     "safetensors": SafetensorsFormat,
 }
-PRIMARY = 0
-"""The process that owns the work directory."""
 
 
 class _StartMessage(NamedTuple):
@@ -72,13 +68,16 @@ class ConversionJob:
         self._plan = plan
         self._destination = destination
         self._target = destination.target
-        self._writers = jax.process_count() if destination.is_shared else 1
+        group = agreement.group
+        # The primary process is the first writer, and may be the only one.
+        self._turn = (group.rank - group.primary_rank) % group.size
+        self._is_primary = group.is_primary
+        self._writers = group.size if destination.is_shared else 1
         self._writing = writing
         self._agreement = agreement
         self._format = FORMATS[writing.format](plan, writing)
         self._blocks = cut_into_blocks(self._format.arrays)
         self._limit = memory_limit(writing.memory_limit_bytes)
-        self._is_primary = jax.process_index() == PRIMARY
         self._entries: dict[int, JournalEntry] = {}
         self._numbers: set[int] = set()
         leaves = [leaf for array in self._format.arrays for leaf in array.view.leaves()]
@@ -98,12 +97,12 @@ class ConversionJob:
         start = _StartMessage(*self._agreement.of_primary(None if work is None else self._begin(work)))
         to_do = [block for block in self._blocks if block.number not in set(start.kept)]
         shares = divide_blocks(to_do, self._writers)
-        if jax.process_index() < len(shares):
-            self._write(start, shares[jax.process_index()], cleanup, progress)
+        if self._turn < len(shares):
+            self._write(start, shares[self._turn], cleanup, progress)
         self._agreement.of_all(None)
         written = None
         if work is not None:
-            numbers = [start.first + process for process, share in enumerate(shares) if share]
+            numbers = [start.first + turn for turn, share in enumerate(shares) if share]
             written = self._finish(work, start, numbers, cleanup)
         leaves, nbytes, skipped, kept = self._agreement.of_primary(written)
         if work is None:
@@ -181,14 +180,14 @@ class ConversionJob:
         if not share:
             return
         work = self._target.with_name(start.directory)
-        number = start.first + jax.process_index()
+        number = start.first + self._turn
         journal = cleanup.enter(lambda: contextlib.closing(Journal(work, number, start.conversion)))
         thread = cleanup.enter(lambda: LoopThread("orbax_t5x-write"))
         try:
             store = self._format.store(work, number)
             thread.run(BlockPipeline(store, journal, work, self._leaves, self._limit, progress).run(share))
         except BaseException:
-            if jax.process_count() > 1:
+            if self._agreement.group.size > 1:
                 with contextlib.suppress(OSError):
                     (work / STOP_FILE).touch()
             raise

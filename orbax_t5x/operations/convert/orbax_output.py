@@ -57,15 +57,12 @@ from orbax_t5x.trees.pytree_names import leaf_name
 _MOST_LEVELS = Limits.name_levels
 
 
-def _only(process: int) -> ocp.options.MultiprocessingOptions:
-    """Returns Orbax's options of an operation by a single process."""
+def _only_this() -> ocp.options.MultiprocessingOptions:
+    """Returns Orbax's options of an operation by this process alone."""
+    process = jax.process_index()
     return ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"orbax_t5x_convert_{process}"
     )
-
-
-# Only one process finishes.
-_ONE_PROCESS = _only(0)
 
 
 class OrbaxFormat(OutputFormat):
@@ -133,7 +130,7 @@ class OrbaxFormat(OutputFormat):
         self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
     ) -> WriteSummary:
         databases = [work / BLOCKS_DIRECTORY / _database_name(number) for number in numbers]
-        with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_ONE_PROCESS) as checkpointer:
+        with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_only_this()) as checkpointer:
             checkpointer.save(directory, args=_ItemSave(self._prepared, databases, entries))
         sync_directory(directory)
         with open_checkpoint(directory) as written:
@@ -146,7 +143,7 @@ class OrbaxFormat(OutputFormat):
 
         In its barriers all processes must have counted alike.
         """
-        with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_only(jax.process_index())) as checkpointer:
+        with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_only_this()) as checkpointer:
             checkpointer.synchronize_next_awaitable_signal_operation_id()
 
 
@@ -206,7 +203,7 @@ class _ItemHandler(ocp.CheckpointHandler):
     def __init__(self) -> None:
         self._saves = RunningSaves()
         registry: Any = StreamingTypeTable(GlobalTypeHandlers(), self._saves)
-        self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=_ONE_PROCESS)
+        self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=_only_this())
 
     def save(self, directory: epath.Path, args: _ItemSave) -> None:
         """Writes what the databases lack, and moves them into the item."""

@@ -32,7 +32,7 @@ from orbax_t5x.errors import (
     RestorePlanError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.handlers.orbax_names import step_directory
+from orbax_t5x.handlers.orbax_names import processes_of, step_directory
 from orbax_t5x.handlers.v1.orbax_v1_names import manager_of
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
@@ -57,7 +57,6 @@ from orbax_t5x.transforms.patterns.table import Pattern
 
 # Orbax's name for the item of a manager that has one item without a name.
 _DEFAULT_ITEM = "default"
-_PRIMARY = 0
 _FIRST_STEP = 0
 # Of a state from scratch: the function fills all leaves, which is no reason to warn.
 _ANY_NAME = ("(?s:.*)",)
@@ -208,7 +207,8 @@ class _JobStart:
         self._manager = manager
         self._root = os.fspath(manager.directory)
         self._target = target
-        self._options = options
+        self._processes = processes_of(manager)
+        self._options = dataclasses.replace(options, multiprocessing_options=self._processes)
         self.skipped: list[int] = []
 
     # -- the run's own steps
@@ -239,7 +239,7 @@ class _JobStart:
         """
         self._manager.wait_until_finished()
         self._manager.reload()
-        together = Agreement(_PRIMARY, self._root)
+        together = Agreement(self._processes, self._root)
         with together.planning():
             steps = sorted(self._manager.all_steps(), reverse=True)
             having = [step for step in steps if self._has_item(step)]
@@ -271,7 +271,7 @@ class _JobStart:
         """Restores a step on all processes, or on no process."""
         options = dataclasses.replace(self._options, item=None, fallback=None, fallback_for=None)
         path = os.fspath(directory / self._item_in(directory))
-        together = Agreement(_PRIMARY, os.fspath(directory))
+        together = Agreement(self._processes, os.fspath(directory))
         restored: _RestoreResult | None = None
         damage: _Damage | None = None
         with together.planning():
@@ -312,7 +312,7 @@ class _JobStart:
         if target is None:  # everything
             target = abstract_tree(init_fn)
         options = dataclasses.replace(self._options, fallback_for=_ANY_NAME)
-        together = Agreement(_PRIMARY, self._root)
+        together = Agreement(self._processes, self._root)
         with together.planning():
             try:
                 inputs = plan_inputs(OpenSources({}), target, (), options)
@@ -331,7 +331,7 @@ class _JobStart:
         self, source: AnySource, transforms: Transforms, options: RestoreOptions, kind: CallerKind
     ) -> _RestoreResult:
         """Restores on all processes together."""
-        together = Agreement(_PRIMARY, self._root)
+        together = Agreement(self._processes, self._root)
         records: Records = {}
 
         def agree(mine: Records) -> Records:

@@ -26,6 +26,7 @@ import numpy as np
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.multihost.collectives import gather, gather_bytes
+from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.options import BroadcastMode
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan, box_of_index, boxes_by_leaf
 from orbax_t5x.storage.paths import url_scheme
@@ -137,7 +138,7 @@ def _store_of_type(name: str) -> StoreKind:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EntryNeeds:
-    """Boxes of one entry that the processes of a job need, each once, and for each the processes, ascending."""
+    """Boxes of one entry that the members of a group need, each once, and for each the members by rank, ascending."""
 
     entry: PlanEntry
     boxes: tuple[Box, ...]
@@ -170,7 +171,7 @@ def is_text(entry: PlanEntry) -> bool:
     return entry.view.dtype.hasobject
 
 
-def compare_plans(plan: RestorePlan, broadcast: BroadcastMode, path: str | None) -> Stores:
+def compare_plans(plan: RestorePlan, broadcast: BroadcastMode, group: ProcessGroup, path: str | None) -> Stores:
     """Compares what the processes are about to execute; every process must call it.
 
     Returns:
@@ -190,40 +191,41 @@ def compare_plans(plan: RestorePlan, broadcast: BroadcastMode, path: str | None)
         stores = Stores.of_plan(plan) if broadcast == "auto" else stores
     except RestorePlanError:  # the others wait for this process
         is_wrong = True
-    rows = gather(np.frombuffer(digest + bytes([*stores, is_wrong]), np.uint8), path)
+    rows = gather(np.frombuffer(digest + bytes([*stores, is_wrong]), np.uint8), group, path)
     if (rows[:, : len(digest)] != rows[0, : len(digest)]).any():
         message = "the processes of this restore have different plans: other steps, sources, targets or broadcast="
         fix = "call restore with the same arguments on every process"
         raise RestorePlanError([Problem("target", None, message, Fix(fix))], path=path)
-    for process in np.flatnonzero(rows[:, -1])[:1].tolist():
-        values = gather_bytes(os.fsencode(os.environ.get(STORE_VARIABLE, "")), None, path)
-        raise unknown_store(os.fsdecode(values[process]), process, path)
+    for rank in np.flatnonzero(rows[:, -1])[:1].tolist():
+        values = gather_bytes(os.fsencode(os.environ.get(STORE_VARIABLE, "")), None, group, path)
+        raise unknown_store(os.fsdecode(values[rank]), group.members[rank], path)
     return Stores(*(StoreKind(int(kind)) for kind in rows[:, len(digest) : -1].max(axis=0)))
 
 
-def gather_needs(entries: Sequence[PlanEntry], path: str | None) -> list[EntryNeeds]:
-    """Gathers what all processes need of the entries, which are the same on all; every process must call it."""
-    sent = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), None, path)
+def gather_needs(entries: Sequence[PlanEntry], group: ProcessGroup, path: str | None) -> list[EntryNeeds]:
+    """Gathers what all members need of the entries, which are the same on all; every member must call it."""
+    sent = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), None, group, path)
     by_process: list[list[Sequence[Sequence[Sequence[int]]]]] = [json.loads(text) for text in sent]
     return [_needs_of(entry, boxes) for entry, *boxes in zip(entries, *by_process, strict=True)]
 
 
-def needs_of_shardings(entries: Sequence[PlanEntry], processes: int) -> list[EntryNeeds]:
+def needs_of_shardings(entries: Sequence[PlanEntry], members: Sequence[int]) -> list[EntryNeeds]:
     """Returns what all processes need of the entries where their targets are placed like this process's."""
-    return [_needs_of(entry, _boxes_by_process(entry, processes)) for entry in entries]
+    return [_needs_of(entry, _boxes_by_process(entry, members)) for entry in entries]
 
 
-def _boxes_by_process(entry: PlanEntry, processes: int) -> list[list[Box]]:
+def _boxes_by_process(entry: PlanEntry, members: Sequence[int]) -> list[list[Box]]:
     """Returns the boxes of each process; without a sharding each has the whole array."""
     if entry.leaf is None or entry.leaf.sharding is None:
-        return [list(entry.boxes())] * processes
+        return [list(entry.boxes())] * len(members)
     untyped: Any = entry.leaf.sharding
-    found: list[list[Box]] = [[] for _ in range(processes)]
+    found: dict[int, list[Box]] = {member: [] for member in members}
     for device, index in untyped.devices_indices_map(entry.leaf.shape).items():
         box = box_of_index(index or (), entry.leaf.shape)
-        if box not in found[device.process_index]:
-            found[device.process_index].append(box)
-    return found
+        boxes = found.get(device.process_index)  # None of devices of other processes
+        if boxes is not None and box not in boxes:
+            boxes.append(box)
+    return list(found.values())
 
 
 def _needs_of(entry: PlanEntry, by_process: Sequence[Sequence[Sequence[Sequence[int]]]]) -> EntryNeeds:

@@ -2,6 +2,8 @@
 
 In a round, processes send one another messages.
 
+Processes are numbered by their rank in the group of the restore.
+
 In one round each member has a send buffer of one size. Where most need most of it, a buffer has one slot, and all
 members receive all buffers (all-gather). Else it has a slot for each member, which receives that of each buffer
 (all-to-all): a process of 512 that need columns of a matrix receives its own, not those of all. Rounds have one order,
@@ -24,6 +26,7 @@ from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy import Box, Leaf
 from orbax_t5x.lazy.box import box_size
 from orbax_t5x.multihost.coordination import has_backend
+from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.broadcast.chunks import (
     BroadcastChunk,
     DividedChunk,
@@ -352,14 +355,13 @@ def decisions_of(plan: RestorePlan) -> Mapping[str, ReadDecision]:
     After an execution these are its own decisions, from what all processes needed.
     """
     if plan.decisions is None:
-        processes = jax.process_count() if has_backend() else 1
-        if processes == 1:
+        if not has_backend() or jax.process_count() == 1 or (group := ProcessGroup.of(plan.processes)).size == 1:
             return {}
         arrays = [entry for entry in plan.entries if entry.view is not None and not is_text(entry)]
-        needs = needs_of_shardings(arrays, processes)
+        needs = needs_of_shardings(arrays, group.members)
         try:
             stores = Stores.of_plan(plan)
         except RestorePlanError:  # which an execution raises that has to decide
             return {}
-        plan.decisions = schedule_broadcast(needs, processes, MEMORY_LIMIT_BYTES, stores).decisions
+        plan.decisions = schedule_broadcast(needs, group.size, MEMORY_LIMIT_BYTES, stores).decisions
     return plan.decisions

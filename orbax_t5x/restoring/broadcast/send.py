@@ -18,15 +18,14 @@ import concurrent.futures
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_t5x.concurrency import CallThread, run_in_pool
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import BlockingLeaf, Box, slices_within
 from orbax_t5x.lazy.box import box_shape, box_size
-from orbax_t5x.multihost.collectives import any_failed, collective, gather_texts
+from orbax_t5x.multihost.collectives import any_failed, exchange_buffers, gather_texts
+from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT, BroadcastRound, Message, Schedule, Slots, message_starts
 from orbax_t5x.restoring.execute.buffers import layout_of
 from orbax_t5x.restoring.execute.groups import Piece
@@ -34,44 +33,12 @@ from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
 from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 
-_AXIS = "process"
-
 
 def empty_buffer(size: int) -> np.ndarray:
     """Allocates zeros at an address from which JAX takes them over without a copy."""
     memory = np.zeros(size + ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % ALIGNMENT
     return memory[first : first + size]
-
-
-def exchange_buffers(buffer: np.ndarray, members: Sequence[int], path: str | None, thread: CallThread) -> np.ndarray:
-    """Exchanges the send buffers of all members (ascending), bytes [slot, byte] of one size, which all must call.
-
-    One `thread` waits in all rounds: each thread keeps memory of its own of what it has let go. The buffer must not
-    change before this returns.
-
-    Returns:
-      What this process gets of each member as bytes [member, byte]: the only slot, or the slot that is this process's.
-    """
-    if len(members) == 1:
-        return buffer
-    return collective(lambda: _exchange_slots(buffer, members), path, thread, members)
-
-
-def _exchange_slots(buffer: np.ndarray, members: Sequence[int]) -> np.ndarray:
-    """Gathers the only slot of all members through their first devices, or sends each member its slot (all-to-all)."""
-    mesh = Mesh(np.asarray([jax.local_devices(process_index=member)[0] for member in members]), (_AXIS,))
-    own = jax.device_put(buffer[None], jax.local_devices()[0])
-    buffers = jax.make_array_from_single_device_arrays(
-        (len(members), *buffer.shape), NamedSharding(mesh, PartitionSpec(_AXIS)), [own]
-    )
-    slots = PartitionSpec() if len(buffer) == 1 else PartitionSpec(None, _AXIS)
-    exchanged = jax.jit(_same, out_shardings=NamedSharding(mesh, slots))(buffers)
-    return np.asarray(exchanged.addressable_data(0))[:, 0]
-
-
-def _same(buffers: jax.Array) -> jax.Array:
-    return buffers
 
 
 # After how many rounds all processes exchange whether they go on. More: more rounds of no use after a failure.
@@ -97,8 +64,7 @@ class Broadcast:
         reader: Reader,
         place: PlaceEntry,
         *,
-        process: int,
-        processes: int,
+        group: ProcessGroup,
         limit: int,
         path: str | None,
     ):
@@ -110,13 +76,14 @@ class Broadcast:
         self._texts = texts
         self._reader = reader
         self._place = place
-        self._process = process
-        self._processes = processes
+        self._group = group
+        self._process = group.rank  # as the schedule numbers the members
+        self._processes = group.size
         self._limit = limit
         self._path = path
         self._reads: dict[int, asyncio.Task[list[np.ndarray]]] = {}
-        self._last_round = _last_rounds(schedule, process)
-        self._new_chunks = _new_chunks(schedule, process)
+        self._last_round = _last_rounds(schedule, group.rank)
+        self._new_chunks = _new_chunks(schedule, group.rank)
         self._received = {entry: _ReceivedEntry(entry) for entry in schedule.needs}
         self.lost_peer = False
         self.bytes_received: int = 0
@@ -162,7 +129,7 @@ class Broadcast:
         for number, one in enumerate(rounds):
             if number % _ROUNDS_PER_CHECK == 0:
                 failed = error is not None
-                if await self._with_all(lambda failed=failed: any_failed(failed, self._path)):
+                if await self._with_all(lambda failed=failed: any_failed(failed, self._group, self._path)):
                     break
             if self._process not in one.members:
                 continue
@@ -172,7 +139,9 @@ class Broadcast:
             if error is None:
                 self._read_ahead(one, following.get(number), pool)
             buffers = await self._with_all(
-                lambda buffer=buffer, one=one: exchange_buffers(buffer, one.members, self._path, self._thread)
+                lambda buffer=buffer, one=one: exchange_buffers(
+                    buffer, self._group.part(one.members), self._path, self._thread
+                )
             )
             assert isinstance(buffers, np.ndarray)
             if error is None:
@@ -270,9 +239,9 @@ class Broadcast:
         if error is None:
             error = await _error_of(self._read_texts(mine, pool))
         failed = error is not None
-        sent = await self._with_all(lambda: gather_texts([] if failed else mine, self._path))
+        sent = await self._with_all(lambda: gather_texts([] if failed else mine, self._group, self._path))
         assert isinstance(sent, list)
-        if await self._with_all(lambda: any_failed(failed, self._path)):
+        if await self._with_all(lambda: any_failed(failed, self._group, self._path)):
             return error
         left = [iter(texts) for texts in sent]
         for number, entry in enumerate(self._texts):
