@@ -51,6 +51,7 @@ class Heartbeat:
         self._store = store
         self._process = process
         self._stopped = threading.Event()
+        self._is_forgotten = False
         # The last number of each process in a call, and when it was first read here.
         self._last: dict[int, tuple[str, float]] = {}
         self._read_time = time.monotonic()
@@ -71,7 +72,10 @@ class Heartbeat:
             if self._stopped.wait(_BEAT_SECS):
                 break
         with contextlib.suppress(RuntimeError, ValueError):
-            self._write(_IN_NO_CALL)
+            if self._is_forgotten:
+                self._store.key_value_delete(f"{_KEYS}{self._process}")
+            else:
+                self._write(_IN_NO_CALL)
 
     def _write(self, text: str) -> None:
         self._store.key_value_set(f"{_KEYS}{self._process}", text, allow_overwrite=True)
@@ -104,8 +108,9 @@ class Heartbeat:
             return f"the coordination service of JAX has not answered for {secs}: {_UNREACHABLE}"
         return None
 
-    def stop(self) -> None:
-        """Records that this process is in no call any more."""
+    def stop(self, *, is_forgotten: bool = False) -> None:
+        """Records that this process is in no call any more, or forgets that it was alive."""
+        self._is_forgotten = is_forgotten
         self._stopped.set()
         # Not longer: the thread may wait for a service that does not answer.
         concurrent.futures.wait([self._thread], POLL_SECS)
@@ -122,11 +127,13 @@ class _SharedHeartbeat:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls = 0
+        self._has_called = False
         self.heartbeat: Heartbeat | None = None
 
-    def enter(self) -> Heartbeat | None:
+    def enter(self, *, is_call: bool) -> Heartbeat | None:
         with self._lock:
             self._calls += 1
+            self._has_called |= is_call
             # Processes that found each other by other means have no such store.
             if self.heartbeat is None and jax.distributed.is_initialized() and service_process_count() > 1:
                 self.heartbeat = Heartbeat(key_value_store(), _own_number())
@@ -139,7 +146,8 @@ class _SharedHeartbeat:
             if not self._calls:
                 stopped, self.heartbeat = self.heartbeat, None
         if stopped is not None:
-            stopped.stop()
+            # Until its first call it is as good as starting: to the others it may be late or dead.
+            stopped.stop(is_forgotten=not self._has_called)
 
 
 _shared = _SharedHeartbeat()
@@ -167,9 +175,19 @@ def _announce_exit(process: int) -> None:
 @contextlib.contextmanager
 def sending_heartbeats() -> Generator[Heartbeat | None, None, None]:
     """Sends heartbeats while the context lasts; nested calls share them. With one process yields None."""
-    heartbeat = _shared.enter()
+    heartbeat = _shared.enter(is_call=True)
     try:
         yield heartbeat
+    finally:
+        _shared.leave()
+
+
+@contextlib.contextmanager
+def sending_heartbeats_while_loading() -> Generator[None, None, None]:
+    """Sends heartbeats while modules of this package load, before a first call."""
+    _shared.enter(is_call=False)
+    try:
+        yield
     finally:
         _shared.leave()
 
