@@ -135,7 +135,7 @@ def align_leaves(
 def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
     """Writes moves as transforms; those that these do not make are open."""
     _open_occupied(moves, source)
-    slots = SlotNames().slots(source)
+    slots = SlotNames.among(source).slots(source)
     names = [name for name in source if name not in slots]
     transforms: Sequence[Transform] = moves_as_transforms(dict.fromkeys(moves.values()), names, list(target))
     if slots:

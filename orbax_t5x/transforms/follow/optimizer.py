@@ -11,25 +11,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.optim.factor_rules import FactorDim
-from orbax_t5x.text.wording import listed
+from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.move import MovedLeaves, NewParameter, is_placeholder_for, move_leaves
-from orbax_t5x.transforms.follow.slots import (
-    STANDARD_ROOTS,
-    Slot,
-    SlotNames,
-    SlotTree,
-    StateRoot,
-    by_tree,
-    checked_roots,
-)
+from orbax_t5x.transforms.follow.roots import STANDARD_ROOTS, find_roots
+from orbax_t5x.transforms.follow.slots import Slot, SlotNames, SlotTree, StateRoot, by_tree, checked_roots
 from orbax_t5x.transforms.follow.trace import KeptDims, Replay, Symbol, is_symbol, symbol_for, symbols_of
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_table
 from orbax_t5x.transforms.run import run_transforms
@@ -40,6 +34,7 @@ Spec = tuple[str, ...]
 
 _PARTS = frozenset({"ROW", "COLUMN", "BATCH"})
 _RESET = "reset: "
+_GIVE_ROOTS = Fix("give FollowOptimizer(…, roots=[(root of the parameters, root of their optimizer's state), …])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +51,8 @@ class FollowOptimizer(Transform):
       factors: pairs (regex of a parameter's path, the part of each of its dimensions: "ROW", "COLUMN" or "BATCH"),
         as in T5X's factor_map, for parameters of rank 3 and more whose shapes are ambiguous. The first pair whose regex
         and rank fit counts.
-      roots: pairs (root of the parameters' names, root of their optimizer's state).
+      roots: pairs (root of the parameters' names, root of their optimizer's state). None, as the default: found by
+        structure, in the checkpoint and in the target; T5X's and Flax's count for new names.
 
     Example:
       >>> follow = ot.transforms.FollowOptimizer(ot.transforms.Rename([("target/old", "target/new")]))
@@ -66,7 +62,7 @@ class FollowOptimizer(Transform):
 
     transform: AnyTransform
     factors: Sequence[tuple[Pattern, Sequence[str]]] = ()
-    roots: Sequence[tuple[str, str]] = STANDARD_ROOTS
+    roots: Sequence[tuple[str, str]] | None = STANDARD_ROOTS
 
     def __post_init__(self) -> None:
         given: Any = self.factors
@@ -75,32 +71,40 @@ class FollowOptimizer(Transform):
         for pattern, _ in factors:
             check_pattern(pattern, "FollowOptimizer")
         object.__setattr__(self, "factors", factors)
-        object.__setattr__(self, "roots", checked_roots(self.roots))
+        # The default is written out, since records of runs have it so.
+        object.__setattr__(self, "roots", STANDARD_ROOTS if self.roots is None else checked_roots(self.roots))
 
     def describe(self) -> str:
         """Returns one line for people."""
         return f"FollowOptimizer({describe_transform(self.transform)})"
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        names = SlotNames(self.roots)
         # A leaf that an earlier FollowOptimizer reset still counts as a slot: under its new name it is reset, too.
         lost = [name for name, fidelity in diagnostics.fidelity.items() if fidelity == "reset" and name not in state]
-        slots, target_slots = names.slots({**dict.fromkeys(lost), **state}), names.slots(target)
+        leaves = {**dict.fromkeys(lost), **state}
+        given = None if self.roots == STANDARD_ROOTS else self.roots
+        names, target_names = (
+            SlotNames.among(side) if given is None else SlotNames(given) for side in (leaves, target)
+        )
+        slots, target_slots = names.slots(leaves), target_names.slots(target)
         inner_target = {name: value for name, value in target.items() if name not in target_slots}
-        if not slots:
-            return run_transforms((self.transform,), state, inner_target, is_resuming=False, diagnostics=diagnostics)
         symbols: dict[str, Any] = {}
         for name, value in state.items():
             if name not in slots:
-                symbol = symbol_for(name, value) if names.param(name) is not None else None
+                symbol = symbol_for(name, value) if slots and names.param(name) is not None else None
                 symbols[name] = value if symbol is None else symbol
         moved = run_transforms((self.transform,), symbols, inner_target, is_resuming=False, diagnostics=diagnostics)
-        following = _OptimizerMover(self, names, state, slots, target, moved, diagnostics)
+        if given is None:
+            _check_clear(leaves, symbols, moved, diagnostics)
+        if not slots:
+            return moved
+        places = _Places(names, target_names, target_slots, moved, is_given=given is not None)
+        following = _OptimizerMover(self, places, state, slots, target, moved, diagnostics)
         result = {name: following.parameter(value) for name, value in moved.items()}
         for name, value in moved.items():
-            result.update(following.slots_of(name, value))
+            following.put(result, following.slots_of(name, value))
         following.finish()
-        return result
+        return following.with_counts(result) if given is None else result
 
     def rule_of(self, path: str, rank: int) -> tuple[FactorDim, ...] | None:
         """Returns the Adafactor rule that `factors` has for a parameter; None where it has none."""
@@ -118,13 +122,120 @@ def _checked_spec(spec: Sequence[Any]) -> Spec:
     return parts
 
 
+def _check_clear(leaves: FlatState, before: FlatState, after: FlatState, diagnostics: Diagnostics) -> None:
+    """Refuses a change of parameters while an optimizer's state may be theirs or another tree's."""
+    for container, roots in find_roots(leaves).unclear.items():
+        changed = [
+            name
+            for name, value in before.items()
+            if after.get(name) is not value and any(name.startswith(f"{root}/") for root in roots)
+        ]
+        if changed:
+            diagnostics.problem(
+                "optimizer",
+                None,
+                f"the optimizer's leaves below {container!r} may belong to the parameters below "
+                f"{listed(map(repr, roots), 4, separator=' or ')}, of which {changed[0]!r} is changed",
+                Fix(f"say whose they are: FollowOptimizer(…, roots=[({roots[0]!r}, {container!r})])"),
+            )
+
+
+class _PlaceOfSlots(NamedTuple):
+    """A new parameter's train state and path, and the names that its slots get."""
+
+    names: SlotNames
+    state: StateRoot
+    path: str
+
+
+class _Places:
+    """Finder of the names that slots of new parameters get.
+
+    A target's state with these parameters comes first, then the roots of the old state. Parameters with a root of
+    their own keep their slots in the container in which they are.
+    """
+
+    def __init__(
+        self,
+        names: SlotNames,
+        target_names: SlotNames,
+        target_slots: Mapping[str, Slot],
+        moved: FlatState,
+        *,
+        is_given: bool,
+    ):
+        self.old = names
+        self._target = target_names
+        self._wanted = {slot.tree.state for slot in target_slots.values()}
+        self._target_kinds: dict[tuple[str, bool], set[str]] = collections.defaultdict(set)
+        for slot in target_slots.values():
+            self._target_kinds[slot.tree.path, slot.tree.kind_first].add(slot.kind)
+        self._own = {} if is_given else self._own_roots(moved)
+
+    def _known(self, name: str, old: StateRoot) -> _PlaceOfSlots | None:
+        found = self._target.param(name)
+        if found is not None and found[0] in self._wanted:
+            return _PlaceOfSlots(self._target, *found)
+        found = self.old.param(name)
+        is_new_standard = found is not None and found[0].number != old.number and self._is_standard(found[0])
+        if found is None or (is_new_standard and not self._is_standard(old)):
+            return None
+        return _PlaceOfSlots(self.old, *found)
+
+    def _is_standard(self, state: StateRoot) -> bool:
+        return self.old.roots[state.number] in STANDARD_ROOTS
+
+    def _own_roots(self, moved: FlatState) -> dict[StateRoot, str]:
+        """Returns the new root of each old state's parameters that no known root is above."""
+        votes: dict[StateRoot, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        outside: dict[StateRoot, list[str]] = collections.defaultdict(list)
+        inside: set[StateRoot] = set()
+        for name, value in moved.items():
+            for symbol in symbols_of(value):
+                old = self.old.param(symbol.name)
+                if old is None:
+                    continue
+                if self._known(name, old[0]) is not None:
+                    inside.add(old[0])
+                    continue
+                outside[old[0]].append(name)
+                if name.endswith(f"/{old[1]}"):
+                    votes[old[0]][name.removesuffix(f"/{old[1]}")] += 1
+        result: dict[StateRoot, str] = {}
+        for state, names in outside.items():
+            firsts = {name.partition("/")[0] for name in names}
+            likely = [*(root for root, _ in votes[state].most_common(1)), *(firsts if len(firsts) == 1 else ())]
+            fitting = (root for root in likely if all(name.startswith(f"{root}/") for name in names))
+            result[state] = "" if state in inside else next(fitting, "")
+        return result
+
+    def of(self, name: str, old: StateRoot) -> _PlaceOfSlots | None:
+        """Returns the place of a parameter that was made of one in a state; None where there is none."""
+        known = self._known(name, old)
+        root = self._own.get(old)
+        if known is not None or root is None:
+            return known
+        names = SlotNames(((root, old.source + self.old.roots[old.number][1]),))
+        return _PlaceOfSlots(names, StateRoot("", 0), name[len(root) :].lstrip("/"))
+
+    def tree(
+        self, place: _PlaceOfSlots, path: str, kind_first: bool, kinds: Iterable[str], others: Iterable[Any]
+    ) -> SlotTree:
+        """Returns the new tree of slots: the target's tree of these kinds, where it has but one of them."""
+        if place.names is self._target and (path, kind_first) not in self._target_kinds:
+            same = [one for one, has in self._target_kinds.items() if one[1] == kind_first and has.issuperset(kinds)]
+            if len(same) == 1 and same[0] not in others:
+                path = same[0][0]
+        return SlotTree(place.state, path, kind_first)
+
+
 class _OptimizerMover:
     """Mover of the optimizer's leaves in one run of `FollowOptimizer`; records their fidelity."""
 
     def __init__(
         self,
         owner: FollowOptimizer,
-        names: SlotNames,
+        places: _Places,
         state: FlatState,
         slots: Mapping[str, Slot],
         target: FlatState,
@@ -132,7 +243,13 @@ class _OptimizerMover:
         diagnostics: Diagnostics,
     ):
         self._owner = owner
-        self._names = names
+        self._names = places.old
+        self._places = places
+        self._slots = slots
+        # Slots of parameters that have no new name in a train state; and old directories of slots -> new ones.
+        self._homeless: dict[str, str] = {}
+        self._followed: set[str] = set()
+        self._directories: dict[str, str] = {}
         self._state = state
         self._target = target
         self._diagnostics = diagnostics
@@ -165,10 +282,12 @@ class _OptimizerMover:
 
     def parameter(self, value: Any) -> Any:
         """Rebuilds a new parameter over the checkpoint's leaves instead of symbols."""
+        # The state itself may be of symbols; step and counts were handed on as they are, perhaps under a new name.
+        names = [symbol.name for symbol in symbols_of(value)]
+        if not names or not self._state.keys() >= set(names):
+            return value
         if is_symbol(value):
             return self._state[value.leaf.name]
-        if not any(True for _ in symbols_of(value)):
-            return value
 
         def real(symbol: Symbol, kept: KeptDims) -> View:
             return as_view(self._state[symbol.name], name=symbol.name)
@@ -177,23 +296,30 @@ class _OptimizerMover:
 
     def slots_of(self, name: str, value: Any) -> dict[str, Any]:
         """Returns the optimizer leaves of a new parameter, by their new names."""
-        found = self._names.param(name)
         old = {symbol.name: self._names.param(symbol.name) for symbol in symbols_of(value)}
-        if found is None or not old:
-            return {}
         result: dict[str, Any] = {}
         for (tree_path, kind_first), leaves_of in self._trees.items():
             having = {old_name: leaves_of[key] for old_name, key in old.items() if key is not None and key in leaves_of}
             if not having:
                 continue
+            old_state, _ = old[next(iter(having))] or (StateRoot("", 0), "")
+            found = self._places.of(name, old_state)
+            names_of_slots = [slot for slots in having.values() for slot in slots.values()]
+            if found is None:
+                self._homeless.update(dict.fromkeys(names_of_slots, name))
+                continue
+            self._followed.update(names_of_slots)
             kinds = list(dict.fromkeys(kind for kinds in having.values() for kind in kinds))
-            tree = SlotTree(found[0], tree_path, kind_first)
-            new = {kind: self._names.slot_name(Slot(tree, kind, found[1])) for kind in kinds}
+            tree = self._places.tree(found, tree_path, kind_first, kinds, self._trees.keys())
+            before = self._names.slot_name(Slot(SlotTree(old_state, tree_path, kind_first), "", ""))
+            after = found.names.slot_name(Slot(tree, "", ""))
+            self._directories[before] = after
+            new = {kind: found.names.slot_name(Slot(tree, kind, found.path)) for kind in kinds}
             if all(set(having.get(old_name, ())) == set(kinds) for old_name in old):
                 lost = self._lost_kinds(having)
                 new_param = NewParameter(
                     value,
-                    found[1],
+                    found.path,
                     {old_name: key[1] for old_name, key in old.items() if key is not None},
                     {
                         old_name: {kind: self._state[slot] for kind, slot in slots.items() if kind not in lost}
@@ -247,8 +373,46 @@ class _OptimizerMover:
             if new[kind] not in self._lost and (not self._target or new[kind] in self._target):
                 self._reset[reason].append(new[kind])
 
+    def put(self, result: dict[str, Any], leaves: Mapping[str, Any]) -> None:
+        """Adds slots to a state; a name that is taken is a problem."""
+        for name, value in leaves.items():
+            if name in result:
+                self._diagnostics.problem(
+                    "optimizer", name, f"a leaf of the optimizer and another leaf both become {name!r}", _GIVE_ROOTS
+                )
+            result[name] = value
+
+    def with_counts(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state in which step and counts are where the target has them, beside slots that moved there."""
+        renames: dict[str, str] = {}
+        for before, after in self._directories.items():
+            for name in result if before != after else ():
+                new = after + name.removeprefix(before)
+                if name.startswith(f"{before}/") and new in self._target and new not in result:
+                    renames[name] = new
+        steps = [
+            [name for name in names if name.rpartition("/")[2] == "step" and name not in self._slots]
+            for names in (result, self._target)
+        ]
+        if renames and all(len(names) == 1 for names in steps) and steps[1][0] not in result:
+            renames[steps[0][0]] = steps[1][0]
+        renames = {old: new for old, new in renames.items() if old not in self._target}
+        rule = "with its optimizer's leaves"
+        self._diagnostics.record_origins({new: (old, rule) for old, new in renames.items()})
+        return {renames.get(name, name): value for name, value in result.items()}
+
     def finish(self) -> None:
-        """Records one warning per reason for what was reset."""
+        """Records one warning per reason for what was reset, and the problem of slots that have no new name."""
+        homeless = {slot: param for slot, param in self._homeless.items() if slot not in self._followed}
+        if homeless:
+            names = list(dict.fromkeys(homeless.values()))
+            self._diagnostics.problem(
+                "optimizer",
+                None,
+                f"{leaves_text(len(homeless))} of the optimizer have no parameter under these names: their parameters "
+                f"became {listed(map(repr, names), 3)}, below none of the roots",
+                _GIVE_ROOTS,
+            )
         for reason, names in self._reset.items():
             count = f"{len(names)} optimizer leaves are" if len(names) > 1 else "one optimizer leaf is"
             self._diagnostics.warnings.append(

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Roots = tuple[tuple[str, str], ...]
+from orbax_t5x.transforms.follow.roots import STANDARD_ROOTS, find_roots
 
-STANDARD_ROOTS: Roots = (("target", "state/param_states"), ("params", "opt_state"))
+Roots = tuple[tuple[str, str], ...]
 
 
 class StateRoot(NamedTuple):
@@ -58,12 +58,25 @@ class SlotNames:
 
     roots: Sequence[tuple[str, str]] = STANDARD_ROOTS
 
+    @classmethod
+    def among(cls, leaves: Mapping[str, Any]) -> SlotNames:
+        """Finds the roots of leaves by structure; the standard ones are for names that are new."""
+        standard = cls()
+        found = [pair for pair in find_roots(leaves).pairs if pair not in STANDARD_ROOTS and any(pair)]
+        # Standard roots below a source's name are the same pair for every source.
+        found = [pair for pair in found if not standard._have(*pair)]
+        return cls((*found, *STANDARD_ROOTS))
+
+    def _have(self, params: str, state: str) -> bool:
+        found = [self._split(f"{root}/-", side) for side, root in enumerate((params, state))]
+        return all(one is not None and one[1] == "-" for one in found) and found[0] == found[1]
+
     def _split(self, name: str, side: int) -> tuple[StateRoot, str] | None:
         """Splits a name into its train state and its path below the root of a side (0: parameters, 1: state)."""
         for source in ("", name.split("/", 1)[0] + "/"):
             for number, root in enumerate(self.roots):
-                start = f"{source}{root[side]}/"
-                if name.startswith(start) and len(name) > len(start):
+                start = f"{source}{root[side]}/" if root[side] else source
+                if name.startswith(start) and len(name) > len(start) and not _is_of(name, source, root, 1 - side):
                     return StateRoot(source, number), name[len(start) :]
         return None
 
@@ -207,6 +220,13 @@ def _shape_and_dtype(value: Any) -> _ShapeAndDtype | None:
 def _is_inside(path: str, directories: set[str]) -> bool:
     """Tests whether a path is one of some directories or inside one of them."""
     return any(not one or path == one or path.startswith(f"{one}/") for one in directories)
+
+
+def _is_of(name: str, source: str, root: tuple[str, str], side: int) -> bool:
+    """Reports whether a name is below the root of a side, where this is inside the other's."""
+    outer = root[1 - side]
+    inside = root[side] != outer and (not outer or root[side].startswith(f"{outer}/"))
+    return inside and name.startswith(f"{source}{root[side]}/")
 
 
 def by_tree(slots: Mapping[str, Slot]) -> dict[SlotTree, dict[str, dict[str, str]]]:
