@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Literal, NamedTuple
 
 from orbax_t5x.concurrency import Budget
@@ -99,7 +99,7 @@ _counting: contextvars.ContextVar[ReadStats | None] = contextvars.ContextVar("_c
 
 
 @contextlib.contextmanager
-def counting_reads() -> Iterator[ReadStats]:
+def counting_reads() -> Generator[ReadStats]:
     """Counts the reads of views in this context, until it ends.
 
     They are those of `get` and `np.asarray`.

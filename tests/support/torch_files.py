@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 STORAGES = {
@@ -143,3 +144,13 @@ def save_torch(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
     tensors, storages = saved_arrays(arrays)
     path.write_bytes(archive(pickled(ordered(dict(tensors))), storages, top=path.stem))
     return path
+
+
+def kinds(goldens, stem):
+    """The expected values of a golden by name, with the kinds that NumPy's files cannot hold."""
+    with np.load(goldens / "torch" / f"{stem}_expected.npz") as file:
+        found = {}
+        for name in file.files:
+            kind = getattr(ml_dtypes, name.rpartition("/")[2], None)  # of which the bits are stored
+            found[name] = file[name] if kind is None else file[name].view(kind)
+        return found

@@ -14,7 +14,7 @@ from orbax_t5x.lazy.box import box_slices, full_box
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read_boxes
 from tests.support.format_suites import TorchIndexSuite, TorchSuite
 from tests.support.http_store import serving
-from tests.support.torch_files import SavedTensor, archive, ordered, pickled, save_torch
+from tests.support.torch_files import SavedTensor, archive, kinds, ordered, pickled, save_torch
 
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 
@@ -25,15 +25,6 @@ class TestOneFile(TorchSuite):
 
 class TestDirectoryWithIndex(TorchIndexSuite):
     pass
-
-
-def kinds(goldens, stem):
-    with np.load(goldens / "torch" / f"{stem}_expected.npz") as file:
-        found = {}
-        for name in file.files:
-            kind = getattr(ml_dtypes, name.rpartition("/")[2], None)  # of which the bits are stored
-            found[name] = file[name] if kind is None else file[name].view(kind)
-        return found
 
 
 @pytest.mark.parametrize("place", ["", "pytorch_model.bin"])

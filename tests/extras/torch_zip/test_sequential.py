@@ -14,9 +14,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read_boxes
-from tests.extras.torch_zip.test_open import kinds
 from tests.support.http_store import serving
-from tests.support.torch_files import Op, SavedTensor, call, name, opcodes, pickled, sequential
+from tests.support.torch_files import Op, SavedTensor, call, kinds, name, opcodes, pickled, sequential
 
 WHOLE = SavedTensor("7", "float32", 6, 0, (2, 3), (3, 1))
 PART = SavedTensor("7", "float32", 6, 1, (2,), (3,))
