@@ -69,7 +69,7 @@ class ProcessGroup:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this process is the primary one."""
+        """True if this process is the primary one."""
         return self.process == self.primary
 
     @functools.cached_property
