@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from orbax_t5x.transforms.dequantize import Dequantize as Dequantize
     from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots as AdafactorSlots
     from orbax_t5x.transforms.follow.optimizer import FollowOptimizer as FollowOptimizer
-    from orbax_t5x.transforms.inverse import inverse as inverse
+    from orbax_t5x.transforms.inverses import inverse as inverse
     from orbax_t5x.transforms.layers import StackLayers as StackLayers
     from orbax_t5x.transforms.layers import UnstackLayers as UnstackLayers
     from orbax_t5x.transforms.low_rank import AddLowRank as AddLowRank
@@ -74,7 +74,7 @@ MODULE_OF = {
     "Translate": "orbax_t5x.transforms.translate",
     "Transpose": "orbax_t5x.transforms.arrays",
     "UnstackLayers": "orbax_t5x.transforms.layers",
-    "inverse": "orbax_t5x.transforms.inverse",
+    "inverse": "orbax_t5x.transforms.inverses",
 }
 
 if not TYPE_CHECKING:  # a misspelled name is an error to type checkers

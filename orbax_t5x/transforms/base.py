@@ -20,7 +20,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten, unflatten
 from orbax_t5x.trees.narrow import check_flag
 
-_inverse = on_demand.function("orbax_t5x.transforms.inverse", "inverse")
+_inverse = on_demand.function("orbax_t5x.transforms.inverses", "inverse")
 _chain = on_demand.function("orbax_t5x.transforms.chain", "Chain")
 
 _logger = logging.getLogger(__name__)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -167,3 +169,9 @@ def test_dataclasses_are_not_changed():
     before = dataclasses.astuple(step)
     step.inverse()
     assert dataclasses.astuple(step) == before
+
+
+@pytest.mark.slow
+def test_a_way_back_leaves_the_public_function_in_place():
+    code = "import orbax_t5x as ot; ot.transforms.Rename([('a', 'b')]).inverse(); ot.transforms.inverse([])"
+    subprocess.run([sys.executable, "-c", code], check=True)
