@@ -157,8 +157,9 @@ def _same_layout(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePa
         source = changed
     renames = counterparts(source, target)
     if renames:
-        parts += (Rename(tuple((re.escape(old), new) for old, new in renames.items())),)
-        back += (Rename(tuple((re.escape(new), old) for old, new in renames.items())),)
+        # Step and counts may have followed the moments already.
+        parts += (Rename(tuple((re.escape(old), new) for old, new in renames.items()), require_match=False),)
+        back += (Rename(tuple((re.escape(new), old) for old, new in renames.items()), require_match=False),)
     return join_packs(parts, back) if parts else RulePack((), (), "nothing to map")
 
 
