@@ -77,9 +77,9 @@ def test_a_caller_that_waits_sends_its_request_itself(store):
 @pytest.mark.parametrize("is_awaited", [True, False])
 @pytest.mark.parametrize("fault", ["503", "reset"])
 def test_a_request_that_is_ended_by_the_clock_says_why(store, fault, is_awaited):
-    server = WebServer(store.url, clock := ResponseClock(0.3))
+    server = WebServer(store.url, clock := ResponseClock(1.5))
     store.fault = lambda request: fault
-    with pytest.raises(ValueError, match=r"^UNAVAILABLE: .*(503|Remote|reset).*; tried for 0\.3 s"):
+    with pytest.raises(ValueError, match=r"^UNAVAILABLE: .*(503|Remote|reset).*; tried for 1\.5 s"):
         server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=is_awaited).result(clock.timeout)
 
 
