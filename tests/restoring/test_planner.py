@@ -26,7 +26,10 @@ def test_planning_reads_nothing(kind):
 @pytest.mark.parametrize("is_lazy", [False, True])
 def test_what_transforms_read_is_counted(kind, is_lazy):
     def doubled(state, target):
-        fn = lambda value: value * 2  # noqa: E731
+
+        def fn(value):
+            return value * 2
+
         return {"a": state["a"].map(fn) if is_lazy else fn(np.asarray(state["a"])), "b": state["b"]}
 
     source = checkpoint({"a": values((8,)), "b": values((4,))}, kind)

@@ -73,7 +73,10 @@ def test_a_box_reads_its_own_bytes(tmp_path):
 
 def test_files_of_python_2_and_older_rebuilders(tmp_path):
     """An OrderedDict's items were arguments, its texts bytes; tensors had no gradient."""
-    text = lambda value: Op(b"U" + bytes([len(value)]) + value.encode())  # noqa: E731
+
+    def text(value):
+        return Op(b"U" + bytes([len(value)]) + value.encode())
+
     storage = Op(opcodes(("storage", name("torch", "FloatStorage"), text("7"), text("cpu"), 6, None)) + b"Q")
     tensor = call(name("torch._utils", "_rebuild_tensor"), storage, 0, (2, 3), (3, 1))
     tree = call(name("collections", "OrderedDict"), [[text("w"), tensor]])
