@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks.pod_store import CountedRequest, LocalReads, RequestLog, counting_http, counting_local, counting_s3
 from benchmarks.scale_model import DTYPE, FORMATS, Counts, Job, Shapes, Store, Stored, least_seconds, predict
 from benchmarks.states import nested
+from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.lazy import as_view
-from orbax_t5x.storage.paths import url_scheme
 from tests.support.jax_job import run_script
 
 # Larger than one window and than several; columns far from each other and near; what is less than a window; a scalar.

@@ -25,7 +25,7 @@ from orbax_t5x.errors import (
 
 _PACKAGE = __name__.partition(".")[0]
 # Rooms in which a file decides what is met: their own refusals of arguments are marked by `for_caller`.
-_READING = tuple(f"{_PACKAGE}.{room}." for room in ("readers", "storage", "extras"))
+_READING = tuple(f"{_PACKAGE}.{room}." for room in ("readers", "files", "extras"))
 # Python's words for misuse; what else our code runs into is no argument's fault.
 _MISUSE = (TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError, RuntimeError)
 

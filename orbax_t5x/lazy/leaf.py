@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, error_at
+from orbax_t5x.files.crc import CRC32C, Crc
+from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.lazy.box import Box, union_size
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.storage.crc import CRC32C, Crc
-from orbax_t5x.storage.interface import StoredFile
 
 
 class Request(NamedTuple):

@@ -19,10 +19,10 @@ from functools import partial
 import numpy as np
 
 from orbax_t5x.errors import LimitExceededError
+from orbax_t5x.files.memory import empty_array, naming_memory_errors, strided
 from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.storage.memory import empty_array, naming_memory_errors, strided
 from orbax_t5x.text.wording import listed
 
 # Inputs of a stack, and things done to them, that a description names.

@@ -1,6 +1,6 @@
 """Reads of many leaves, for executions and for `View.get()`.
 
-Small leaves that are near in a file are read by windows of it (`storage.windows`), in the order of the file, with one
+Small leaves that are near in a file are read by windows of it (`files.windows`), in the order of the file, with one
 proof that it has not changed. Outside a plan, leaves are read on the read thread of the process (`concurrency`).
 Memory: the buffers given, what lowering needs beside them, one window per thread. Checksums of what `View.get()` reads
 are checked ("touched").
@@ -15,14 +15,14 @@ import numpy as np
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool, run_on_read_thread, wait_all, waiting_pool
 from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.memory import empty_array, naming_memory_errors
+from orbax_t5x.files.windows import MAX_GAP_BYTES, FileWindow, holding, read_windows, windows_of
 from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, Leaf, Request
 from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.read_stats import ReadStats, Verify, note_read
 from orbax_t5x.lazy.value import ValueLeaf
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.memory import empty_array, naming_memory_errors
-from orbax_t5x.storage.windows import MAX_GAP_BYTES, FileWindow, holding, read_windows, windows_of
 
 # Larger leaves are read straight into their buffers: a copy would cost more than a read of their own.
 _SHARED_BYTES = 1 << 18

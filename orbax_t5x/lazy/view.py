@@ -15,6 +15,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self
 import numpy as np
 
 from orbax_t5x.concurrency import CarriedError, guarded, run_in_pool
+from orbax_t5x.files.memory import empty_array, naming_memory_errors
 from orbax_t5x.lazy.array import LazyArray
 from orbax_t5x.lazy.box import Box, full_box
 from orbax_t5x.lazy.cast import Mismatch, cast_node, leaf_mismatch
@@ -27,7 +28,6 @@ from orbax_t5x.lazy.read_stats import ReadStats, Verify
 from orbax_t5x.lazy.reshape import reshaped
 from orbax_t5x.lazy.strided import strided
 from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
-from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 
 _Arguments = ParamSpec("_Arguments")
 _Composed = Callable[Concatenate["View", _Arguments], "View"]

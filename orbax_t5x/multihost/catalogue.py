@@ -1,7 +1,7 @@
 """Opens a checkpoint once for all processes of a job: one process reads its metadata, the others receive the answers.
 
 The opener, the primary process of the group that calls, runs the readers, records what the store answered
-(`storage.transcript`), and puts that into the key-value store of `jax.distributed`, compressed and in pieces below the
+(`files.transcript`), and puts that into the key-value store of `jax.distributed`, compressed and in pieces below the
 limit of a message. It waits for no one. The others run the same readers over these answers. What fails in the opener is
 raised by all, with the same type and text.
 
@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import jax
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.files.places import current_recorder
+from orbax_t5x.files.recorded import using
 from orbax_t5x.multihost.coordination import has_backend, key_value_store, service_process_count
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
-from orbax_t5x.storage.places import current_recorder
-from orbax_t5x.storage.recorded import using
 
 _Result = TypeVar("_Result")
 

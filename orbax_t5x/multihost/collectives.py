@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_t5x.concurrency import CallThread
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.files.error_data import error_as_data, error_from_data
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import call_with_living_peers
 from orbax_t5x.multihost.rendezvous import rendezvous_before_collective
-from orbax_t5x.storage.error_data import error_as_data, error_from_data
 
 _LENGTH = np.dtype("<u8")
 _AXIS = "process"

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from orbax_t5x.concurrency import call_in_thread
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.files.error_data import error_as_data, error_from_data
+from orbax_t5x.files.recorded import using
+from orbax_t5x.files.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpoint
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import POLL_SECS, wait_with_living_peers
 from orbax_t5x.multihost.publication import Publication, begun_publications
-from orbax_t5x.storage.error_data import error_as_data, error_from_data
-from orbax_t5x.storage.recorded import using
-from orbax_t5x.storage.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpoint
 
 _REPORT_SECS = 10.0  # between two log lines
 # How long a process waits for the opener to begin: in collective calls, and where it may be the only caller.

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.lazy.box import Box, box_shape, box_size, intersect, slices_within, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_runs import byte_strides
 from orbax_t5x.readers.ranges.coverage import cover
 from orbax_t5x.readers.ranges.scatter import LOW_BITS
-from orbax_t5x.storage.crc import CRC32C
 
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.
 _BLOCK_BYTES = 1 << 20

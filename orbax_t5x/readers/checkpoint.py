@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from orbax_t5x.files.paths import shared_path
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import leaf_node
-from orbax_t5x.storage.paths import shared_path
 from orbax_t5x.text.fold import TreeLeaf, empty_text, tree_rows
 from orbax_t5x.text.html import html_fragment, html_paragraph, html_table
 from orbax_t5x.text.table import TableRow

@@ -20,15 +20,15 @@ import tensorstore as ts
 
 from orbax_t5x.concurrency import OnceEach, run_in_pool, waiting_pool
 from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.files.crc import CRC32C
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.values import BoundedRange, ReadContext, Values
 from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.array_layout import ArrayLayout
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.stored_chunks import ChunkKeys
 from orbax_t5x.readers.tensorstore_specs import array_spec
-from orbax_t5x.storage.crc import CRC32C
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.values import BoundedRange, ReadContext, Values
 
 _NUMBERS = itertools.count()
 _SHARDING = "sharding_indexed"

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from orbax_t5x.concurrency import Budget, run_in_pool, wait_all, waiting_pool
+from orbax_t5x.files.request_settings import REQUESTS_AT_ONCE
+from orbax_t5x.files.values import ReadContext, RequestGroup
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.chunk_grid import requests_by_chunk
 from orbax_t5x.readers.fetched_array import ChunkRead, FetchedArray
-from orbax_t5x.storage.request_settings import REQUESTS_AT_ONCE
-from orbax_t5x.storage.values import ReadContext, RequestGroup
 
 # Threads for one array where responses come at once: more would only compete for the interpreter.
 _THREADS_WHEN_NEAR = 4

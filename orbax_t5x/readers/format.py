@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.storage.limits import Limits
 
 Weight = Literal["own", "loose", "hint"]
 

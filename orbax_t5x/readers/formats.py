@@ -14,6 +14,8 @@ from collections.abc import Callable
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError, for_caller
+from orbax_t5x.files.limits import Limits, check_limits
+from orbax_t5x.files.places import opening
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.owner import hinted_owner, owner_of_directory, owner_of_file
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
@@ -22,8 +24,6 @@ from orbax_t5x.readers.format import Format
 from orbax_t5x.readers.format_table import FORMATS, all_formats, format_named
 from orbax_t5x.readers.roots import newest_of_root
 from orbax_t5x.readers.unrecognised import missing_error, unrecognised_error
-from orbax_t5x.storage.limits import Limits, check_limits
-from orbax_t5x.storage.places import opening
 
 
 @guarded

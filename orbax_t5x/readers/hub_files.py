@@ -19,13 +19,13 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.interface import Files
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.paths import split_name
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.open_flag import close_all
-from orbax_t5x.storage.interface import Files
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.strict_json import parse_object
 
 _CONFIG = "config.json"
 # How the Hugging Face trainer names its steps.

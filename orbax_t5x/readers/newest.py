@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.files.interface import Files
+from orbax_t5x.files.places import files_at, opening
 from orbax_t5x.readers.detect.owner import owner_of_directory
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import path_text
@@ -15,8 +17,6 @@ from orbax_t5x.readers.flax_msgpack.root import StepFile, step_files
 from orbax_t5x.readers.format_table import all_formats
 from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.readers.orbax.steps import Step, newest_first
-from orbax_t5x.storage.interface import Files
-from orbax_t5x.storage.places import files_at, opening
 
 
 @guarded

@@ -27,11 +27,11 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.paths import split_name
+from orbax_t5x.files.values import ANYONE, BoundedRange, ReadContext, Values
 from orbax_t5x.readers.tensorstore_errors import typed_error
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.values import ANYONE, BoundedRange, ReadContext, Values
 
 _MANIFEST = "manifest.ocdbt"
 _FETCHED = "node"

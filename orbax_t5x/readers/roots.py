@@ -7,6 +7,7 @@ import os
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.places import files_at
 from orbax_t5x.readers.detect.owner import owner_of_directory, two_owners
 from orbax_t5x.readers.detect.probe import PathProbe, Subdirectories, probe_path, subdirectories
 from orbax_t5x.readers.flax_msgpack.root import has_step_files, newest_file
@@ -20,7 +21,6 @@ from orbax_t5x.readers.orbax.steps import (
     newest_first,
     step_of_name,
 )
-from orbax_t5x.storage.places import files_at
 
 
 class NewestOfRoot(NamedTuple):

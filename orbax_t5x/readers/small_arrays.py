@@ -21,6 +21,8 @@ import numpy as np
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import Box, box_slices, intersect, slices_within
 from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, Request
 from orbax_t5x.lazy.read_stats import ReadStats
@@ -32,8 +34,6 @@ from orbax_t5x.readers.ocdbt_values import OcdbtValues, ValueLocation
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.ranges.scatter import as_stored
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 # Of all chunks of an array, decoded: larger ones gain nothing here.
 _SMALL_BYTES = 1 << 18

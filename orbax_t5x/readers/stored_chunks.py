@@ -17,10 +17,10 @@ import tensorstore as ts
 
 from orbax_t5x.concurrency import run_in_pool, waiting_pool
 from orbax_t5x.errors import LimitExceededError
+from orbax_t5x.files.interface import Snapshot
 from orbax_t5x.lazy.box import Box, box_slices, intersect, shift
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.chunk_grid import chunk_indices, count_chunks
-from orbax_t5x.storage.interface import Snapshot
 
 
 class ChunkKeys(NamedTuple):

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
+from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.open_flag import OpenFlag
-from orbax_t5x.storage.crc import CRC32C
 
 
 class StringLeaf(Leaf):

@@ -16,7 +16,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 
-_typed_remote = on_demand.function("orbax_t5x.storage.remote.request_errors", "typed_remote_error")
+_typed_remote = on_demand.function("orbax_t5x.files.remote.request_errors", "typed_remote_error")
 
 # Where TensorStore's message goes on with the whole spec and other payloads, which add nothing to the error.
 _PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)

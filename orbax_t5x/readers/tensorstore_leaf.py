@@ -23,6 +23,9 @@ import tensorstore as ts
 
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, CorruptCheckpointError, LimitExceededError, error_at
+from orbax_t5x.files.interface import Snapshot
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.memory import UNCHECKED_BYTES, empty_array, naming_memory_errors, require_memory
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, shift
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
@@ -36,9 +39,6 @@ from orbax_t5x.readers.stored_chunks import ChunkKeys, StoredChunks
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
 from orbax_t5x.readers.tiling import box_text
-from orbax_t5x.storage.interface import Snapshot
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.memory import UNCHECKED_BYTES, empty_array, naming_memory_errors, require_memory
 
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
 _DECODING_COPIES = 1.25

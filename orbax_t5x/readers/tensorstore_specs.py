@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorstore as ts
 
+from orbax_t5x.files.request_settings import REQUEST_SETTINGS
 from orbax_t5x.readers.tensorstore_errors import typed_error
-from orbax_t5x.storage.request_settings import REQUEST_SETTINGS
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
 FILE_IO_CONCURRENCY = 16

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.multihost.catalogue import opened_once
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.formats import open_checkpoint
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import url_scheme
 
 
 def open_together(

@@ -17,12 +17,12 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.paths import LEADS_OUT
+from orbax_t5x.files.places import files_at
 from orbax_t5x.readers.detect.foreign import foreign_format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.format import Format
 from orbax_t5x.readers.orbax.steps import finished_steps, step_of_name
-from orbax_t5x.storage.paths import LEADS_OUT
-from orbax_t5x.storage.places import files_at
 from orbax_t5x.text.wording import listed
 
 _FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")

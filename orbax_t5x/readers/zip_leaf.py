@@ -9,6 +9,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from orbax_t5x.files.crc import CRC32
+from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import Box, full_box
 from orbax_t5x.lazy.leaf import Checksums, FileExtent, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
@@ -16,8 +18,6 @@ from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, read_unchanged
 from orbax_t5x.readers.ranges.strided import StridedRange
 from orbax_t5x.readers.zip_members import Archive, member_bytes
-from orbax_t5x.storage.crc import CRC32
-from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 
 class ZipLeaf(RangeLeaf):

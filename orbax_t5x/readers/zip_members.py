@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
+from orbax_t5x.files.crc import CRC32
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.paths import split_name
+from orbax_t5x.files.windows import read_windows, windows_of
 from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.hub_files import LFS_POINTER, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.extents import ByteExtent, DeferredExtents, JoinedExtents
-from orbax_t5x.storage.crc import CRC32
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.windows import read_windows, windows_of
 
 STORED, DEFLATED = 0, 8
 # A remote file up to this size is fetched whole: its members are all over it.

@@ -35,6 +35,7 @@ import numpy as np
 
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, call_of_user, run_in_pool
+from orbax_t5x.files.memory import naming_memory_errors
 from orbax_t5x.lazy import Leaf, ReadStats, ValueLeaf, slices_within
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.restoring.execute.buffers import check_value, explicit_transfers, layout_of, make_value
@@ -44,7 +45,6 @@ from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import Compute, PlanEntry, RestorePlan, RestoreReport
 from orbax_t5x.restoring.target_leaf import is_key_dtype
-from orbax_t5x.storage.memory import naming_memory_errors
 from orbax_t5x.text.progress_bar import OnProgress
 
 _execute_jointly = on_demand.function("orbax_t5x.restoring.joint_executor", "execute_jointly")

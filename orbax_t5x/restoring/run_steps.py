@@ -18,13 +18,13 @@ from etils import epath
 
 from orbax_t5x.concurrency.process_threads import waiting_pool
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError
+from orbax_t5x.files.paths import url_scheme
+from orbax_t5x.files.places import opening
 from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata
 from orbax_t5x.provenance.runs import RunKey, StepMarker
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.custom_metadata import read_custom_metadata
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, TEMPORARY_MARK, step_of_name
-from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.places import opening
 
 # Steps that are read at the same time. More would read steps in vain, since the newest older step mostly has a record;
 # fewer would wait for a bucket more often.

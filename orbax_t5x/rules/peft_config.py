@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from orbax_t5x.errors import CorruptCheckpointError, Fix, UnsupportedCheckpointError
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import files_at
-from orbax_t5x.storage.strict_json import parse_object
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import files_at
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
 _FILE = "adapter_config.json"

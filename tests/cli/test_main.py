@@ -34,7 +34,7 @@ def process(*arguments, **options):
 _TELLS_WHEN_IT_READS = """
 import os, signal, sys
 from orbax_t5x.cli.main import main
-from orbax_t5x.storage.local import LocalFiles
+from orbax_t5x.files.local import LocalFiles
 signal.signal(signal.SIGINT, signal.default_int_handler)
 acquire = LocalFiles.acquire
 def watched(files, file, leaf):

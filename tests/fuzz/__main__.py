@@ -26,7 +26,7 @@ def fuzz_one(name: str, seconds: int, keep: Path) -> None:
     """Fuzzes one target in this process and exits."""
     import atheris
 
-    with atheris.instrument_imports(include=["orbax_t5x.readers", "orbax_t5x.storage", "orbax_t5x.operations.convert"]):
+    with atheris.instrument_imports(include=["orbax_t5x.readers", "orbax_t5x.files", "orbax_t5x.operations.convert"]):
         from tests.fuzz import corpus, mutations, targets  # instrumented as they load
 
     target = targets.TARGETS[name]

@@ -24,9 +24,9 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.operations.convert.journal import SourceRange, journal_path, read_journal
 from orbax_t5x.operations.convert.work_directory import WorkDirectory, work_directory_of
-from orbax_t5x.storage.crc import CRC32C
 from tests.fuzz import mutations
 from tests.fuzz.mutations import ChangeBytes
 

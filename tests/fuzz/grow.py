@@ -1,7 +1,7 @@
 """`python -m tests.fuzz.grow KEPT`: saves of the inputs that a run kept (`--keep KEPT`) the few that reach new lines.
 
 libFuzzer keeps an input for each new count of each branch, thousands in all. Saved are the smallest that together reach
-all lines of `readers`, `storage` and `convert` which any reaches, in the order of their size.
+all lines of `readers`, `files` and `convert` which any reaches, in the order of their size.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ import google_crc32c
 import msgpack
 
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.tf_bundle.sstable import Table
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
 from tests.support.bundle_writer import Handles, block_entries, sealed, table, table_of_blocks, varint
 from tests.support.zip_files import Entry, archive_of
 

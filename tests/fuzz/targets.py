@@ -32,13 +32,13 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, UnsupportedCheckpointError
 from orbax_t5x.extras.web.web_answer import read_answer
 from orbax_t5x.extras.web.web_response import PassingError
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
+from orbax_t5x.files.paths import Root
+from orbax_t5x.files.values import NO_BYTES, BoundedRange
 from orbax_t5x.readers.ranges.byte_runs import WindowGrid, union_runs
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from orbax_t5x.readers.tf_bundle.sstable import Table
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
-from orbax_t5x.storage.paths import Root
-from orbax_t5x.storage.values import NO_BYTES, BoundedRange
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, same_bits
 from tests.fuzz import conversions, mutations
 from tests.fuzz.mutations import ChangeBytes, Mutation

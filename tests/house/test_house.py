@@ -20,7 +20,7 @@ PACKAGE = Path(ot.__file__).parent
 FLOORS = (
     ("on_demand", "registry", "text", "trees"),
     ("errors",),
-    ("concurrency", "storage", "optim", "provenance"),
+    ("concurrency", "files", "optim", "provenance"),
     ("lazy", "multihost", "mesh_tf", "adafactor", "optimizers", "partitioning"),
     ("readers", "transforms", "train_state"),
     ("rules", "state_utils"),

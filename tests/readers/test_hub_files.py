@@ -9,9 +9,9 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.hub_files import LFS_POINTER, read_config, refuse_lfs_pointer
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
 
 FORMATS = {
     "model.safetensors.index.json": (".safetensors", safetensors.numpy.save),

@@ -7,10 +7,10 @@ import tensorstore as ts
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import files_at, opening
+from orbax_t5x.files.values import BoundedRange, ReadContext
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import files_at, opening
-from orbax_t5x.storage.values import BoundedRange, ReadContext
 from tests.support.http_store import serving
 
 

@@ -17,9 +17,9 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.zip_members import Archive, member_bytes
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
 from tests.support.zip_files import Entry, archive_of, sizes_64
 
 A, B = Entry(b"m/a", b"12345"), Entry(b"m/b", b"")

@@ -20,11 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
+from orbax_t5x.files.local import File
 from orbax_t5x.lazy import concatenate, repeat, stack
 from orbax_t5x.lazy.box import union_size
 from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.restoring import executor
-from orbax_t5x.storage.local import File
 from tests.support.array_strategies import boxes
 from tests.support.bundle_writer import bundle_of
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint

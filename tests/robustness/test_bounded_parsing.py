@@ -13,10 +13,10 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, RestorePlanError
+from orbax_t5x.files.strict_json import parsed_bytes
 from orbax_t5x.readers.tf_bundle import leaves as bundle_leaves
 from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.readers.tiling import check_tiling
-from orbax_t5x.storage.strict_json import parsed_bytes
 from tests.support.bundle_writer import bundle_of, entry
 from tests.support.hostile_files import repeated
 from tests.support.traced_memory import peak_of

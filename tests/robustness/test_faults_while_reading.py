@@ -17,7 +17,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointIOError
-from orbax_t5x.storage import local
+from orbax_t5x.files import local
 from tests.support.bundle_writer import Bundle
 from tests.support.checkpoint_writers import WRITERS
 

@@ -10,7 +10,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError
-from orbax_t5x.storage.tree_checks import TreeSnapshot
+from orbax_t5x.files.tree_checks import TreeSnapshot
 from tests.support.checkpoint_writers import WRITERS, orbax_writer
 
 ARRAYS = {name: np.random.default_rng(seed).random((16, 8), np.float32) for seed, name in enumerate("ab")}

@@ -18,7 +18,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
-from orbax_t5x.storage import memory
+from orbax_t5x.files import memory
 from tests.support.bundle_writer import bundle_of, entry
 from tests.support.hostile_files import huge_chunk, safetensors_of
 

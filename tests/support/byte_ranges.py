@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges import byte_range as _byte_range
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.storage.local import LocalFiles
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 

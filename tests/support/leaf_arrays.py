@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.storage.local import LocalFiles
 
 ARRAY = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
 # A staging window holds a fraction of it, and its columns are runs of many rows.

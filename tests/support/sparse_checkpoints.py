@@ -10,7 +10,7 @@ import flax.serialization
 import google_crc32c
 import numpy as np
 
-from orbax_t5x.storage.crc import CRC32C
+from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.trees.flat import unflatten
 from tests.support.bundle_writer import entry, header, np_dtype, shard_path, table
 

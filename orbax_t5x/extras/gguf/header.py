@@ -20,10 +20,10 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.readers.flax_msgpack.walk import most_leaves, too_many
 from orbax_t5x.readers.ranges.window_reader import WindowReader
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.limits import Limits
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

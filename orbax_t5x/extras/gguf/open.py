@@ -23,15 +23,15 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.extras.gguf.header import GgufHeader, TensorEntry, read_header
 from orbax_t5x.extras.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
+from orbax_t5x.files.interface import Files, StoredFile
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.storage.interface import Files, StoredFile
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import files_at, open_directory_of
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<model>.*)-[0-9]{5}-of-(?P<parts>[0-9]{5})\.gguf", re.ASCII | re.DOTALL)

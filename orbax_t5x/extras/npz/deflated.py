@@ -12,16 +12,16 @@ import numpy as np
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, error_at
 from orbax_t5x.extras.npz.header import ArrayHeader
+from orbax_t5x.files.crc import CRC32
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.memory import strided
+from orbax_t5x.files.windows import WINDOW_BYTES
 from orbax_t5x.lazy.box import box_slices, union_size
 from orbax_t5x.lazy.leaf import FileExtent, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.leaf import RangeLeaf
 from orbax_t5x.readers.ranges.scatter import Elements
 from orbax_t5x.readers.zip_members import Archive
-from orbax_t5x.storage.crc import CRC32
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.memory import strided
-from orbax_t5x.storage.windows import WINDOW_BYTES
 
 _READ_BYTES = 1 << 20
 # A raw stream without the header and the checksum of zlib.

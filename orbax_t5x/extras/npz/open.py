@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsupportedCheckpointError, error_at
 from orbax_t5x.extras.npz.deflated import DeflatedLeaf, decompress_head
 from orbax_t5x.extras.npz.header import LONGEST_FIXED_BYTES, header_bytes, parse_npy_header
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import DEFLATED, STORED, Archive
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import files_at, open_directory_of
 
 _ARRAY_SUFFIX = ".npy"
 # Enough for a local header and an array's own, of nearly all members.

@@ -10,6 +10,7 @@ import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, UnsupportedCheckpointError, error_at
 from orbax_t5x.extras.torch_zip.values import WITHOUT_NUMPY, Name, Node, Opaque, TensorNode, Tuple, itemsize_of
+from orbax_t5x.files.limits import Limits, MetadataBudget
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf
@@ -18,7 +19,6 @@ from orbax_t5x.readers.ranges.strided import has_overlaps, last_element
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import STORED, Archive
-from orbax_t5x.storage.limits import Limits, MetadataBudget
 
 _MAX_INT = 2**63 - 1
 # About what a leaf takes in memory, and its error.

@@ -27,7 +27,7 @@ from orbax_t5x.extras.torch_zip.values import (
     describe_value,
     named_object,
 )
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.files.limits import Limits
 
 # No name on the list is longer.
 _LONGEST_NAME_BYTES = 256

@@ -16,14 +16,14 @@ from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fi
 from orbax_t5x.extras.torch_zip.leaves import LeafMaker
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
 from orbax_t5x.extras.torch_zip.sequential import SequentialFile, is_sequential
+from orbax_t5x.files.interface import Files, StoredFile
+from orbax_t5x.files.limits import Limits, MetadataBudget
+from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.zip_members import Archive
-from orbax_t5x.storage.interface import Files, StoredFile
-from orbax_t5x.storage.limits import Limits, MetadataBudget
-from orbax_t5x.storage.places import files_at, open_directory_of
 
 INDEX_SUFFIX = ".bin.index.json"
 # Names for a model in one file, for the index of several, and PEFT's for an adapter.

@@ -14,10 +14,10 @@ from orbax_t5x.errors import LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.extras.torch_zip.opcodes import parse_next
 from orbax_t5x.extras.torch_zip.stack import PickleEndsError
 from orbax_t5x.extras.torch_zip.values import Node, StorageNode, itemsize_of
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.zip_members import STORED, Archive, Member
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.limits import Limits
 
 # The pickle of the magic number, in protocol 2 and later ones.
 _BEGIN = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)

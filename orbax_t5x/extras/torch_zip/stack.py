@@ -9,7 +9,7 @@ import struct
 from typing import Any, NoReturn
 
 from orbax_t5x.errors import CorruptCheckpointError, Fix, LimitExceededError, UnsafeCheckpointError
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.files.limits import Limits
 
 # An object takes some 100 bytes of memory, an entry of the stack 8; a file of small tensors has fewer than these.
 _FREE_OBJECTS = 1 << 17

@@ -24,7 +24,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.storage.paths import split_name
+from orbax_t5x.files.paths import split_name
 
 SCHEME = "hf"
 # A revision that begins with `refs/` has three parts: a pull request's, `refs/pr/3`, or a converted one's.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.extras.web.hub import HubPath, describe_repository, hub_endpoint, is_silence, typed_hub_errors
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import answered
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import answered
 
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}", re.ASCII)
 _DOING = "asking the hub for its files"

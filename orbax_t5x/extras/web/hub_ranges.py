@@ -27,12 +27,12 @@ from orbax_t5x.extras.web.hub_requests import HubRequests, HubResponse, server_o
 from orbax_t5x.extras.web.web_answer import PAGE_BYTES, content_range, read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import PassingError
-from orbax_t5x.storage.places import answered
-from orbax_t5x.storage.remote.request_errors import is_ignored_range, remote_error
-from orbax_t5x.storage.remote.transport import PendingResponse, Response
-from orbax_t5x.storage.remote.versions import NO_VERSION
-from orbax_t5x.storage.response_clock import ResponseClock
-from orbax_t5x.storage.values import BoundedRange
+from orbax_t5x.files.places import answered
+from orbax_t5x.files.remote.request_errors import is_ignored_range, remote_error
+from orbax_t5x.files.remote.transport import PendingResponse, Response
+from orbax_t5x.files.remote.versions import NO_VERSION
+from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.values import BoundedRange
 
 _REFUSED = (400, 401, 403, 404, 410)
 

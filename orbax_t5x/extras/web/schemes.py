@@ -10,8 +10,8 @@ from orbax_t5x.extras.web.hub import download_files, parse_hub_path
 from orbax_t5x.extras.web.hub_location import locate
 from orbax_t5x.extras.web.hub_ranges import HubFiles
 from orbax_t5x.extras.web.web_server import WebServer
-from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.schemes import Scheme, StoreUrl, lower_scheme, split_url
+from orbax_t5x.files.paths import url_scheme
+from orbax_t5x.files.schemes import Scheme, StoreUrl, lower_scheme, split_url
 
 
 def _plain_url(url: str) -> str:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 from orbax_t5x.extras.web.web_response import PassingError
-from orbax_t5x.storage.remote.transport import Response
-from orbax_t5x.storage.request_settings import FIRST_DELAY_SECS, LONGEST_DELAY_SECS, MAX_RETRIES, REQUESTS_AT_ONCE
-from orbax_t5x.storage.response_clock import ResponseClock
+from orbax_t5x.files.remote.transport import Response
+from orbax_t5x.files.request_settings import FIRST_DELAY_SECS, LONGEST_DELAY_SECS, MAX_RETRIES, REQUESTS_AT_ONCE
+from orbax_t5x.files.response_clock import ResponseClock
 
 
 class WebRequest:

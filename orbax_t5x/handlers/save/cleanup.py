@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE
-from orbax_t5x.storage.paths import url_scheme
 
 # Orbax's own files in a step, of version 0 or 1.
 _STEP_FILES = frozenset({STEP_METADATA_FILE, "orbax.checkpoint"})

@@ -16,11 +16,11 @@ from etils import epath
 
 from orbax_t5x.concurrency import first_failure, run_jobs
 from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.files.durability import sync_path
+from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.handlers.save.cleanup import remove_failed
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
-from orbax_t5x.storage.durability import sync_path
-from orbax_t5x.storage.paths import url_scheme
 
 # Files in the directory of an array of zarr, version 2 or 3.
 _ARRAY_FILES = frozenset({".zarray", "zarr.json"})

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsafeCheckpointError
+from orbax_t5x.files.paths import split_name
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
 from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, array_key, fault_of_key, key_leads_out
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE
-from orbax_t5x.storage.paths import split_name
 from orbax_t5x.trees.pytree_names import key_text
 
 # Files of an item beside the directories of its arrays.

@@ -22,12 +22,12 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
+from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.handlers.orbax_names import CommitFuture
 from orbax_t5x.lazy import Box, full_box
 from orbax_t5x.lazy.box import box_shape, box_slices
 from orbax_t5x.readers.box_sums import BoxSums, array_crc, row_boxes
 from orbax_t5x.readers.orbax.checksums import STRING, encode_checksums
-from orbax_t5x.storage.crc import CRC32C
 
 # Elements that are stored in another dtype are cast, as TensorStore does it, so many bytes at a time.
 _CAST_BYTES = 1 << 22

@@ -21,6 +21,7 @@ import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.concurrency import Block, LoopThread, await_to_end, for_each_block, reader_pool, run_in_pool
+from orbax_t5x.files.limits import check_memory_limit
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View
@@ -29,7 +30,6 @@ from orbax_t5x.lazy.chunks import ChunkPreferences, block_bytes, chunk_of, grid_
 from orbax_t5x.lazy.read import read_block
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import memory_limit
-from orbax_t5x.storage.limits import check_memory_limit
 from orbax_t5x.text.progress_bar import Progress, check_progress, shown_progress
 
 # Copies of a block in memory, measured on data that does not compress: its buffer, TensorStore's copy of it, the

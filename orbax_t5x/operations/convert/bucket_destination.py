@@ -21,6 +21,11 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.files.paths import url_scheme
+from orbax_t5x.files.places import files_at, opening
+from orbax_t5x.files.remote.buckets import GS, S3, open_kvstore
+from orbax_t5x.files.remote.request_errors import is_beyond_end, remote_error
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.operations.convert.destination import (
     Destination,
     check_apart_by_name,
@@ -35,11 +40,6 @@ from orbax_t5x.operations.convert.work_directory import WORK_SUFFIX, WorkDirecto
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
-from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.places import files_at, opening
-from orbax_t5x.storage.remote.buckets import GS, S3, open_kvstore
-from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
-from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.text.wording import plain
 
 _logger = logging.getLogger(__name__)

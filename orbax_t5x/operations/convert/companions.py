@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orbax_t5x.errors import CheckpointNotFoundError
-from orbax_t5x.storage.places import files_at, opening
-from orbax_t5x.storage.schemes import scheme_of
+from orbax_t5x.files.places import files_at, opening
+from orbax_t5x.files.schemes import scheme_of
 
 COMPANIONS = (
     "config.json",

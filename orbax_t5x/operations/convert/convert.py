@@ -23,6 +23,8 @@ from typing import Any, Literal
 
 from orbax_t5x.concurrency import Cleanup, call_with_cleanup, guarded, is_meant_for_caller
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.files.limits import check_memory_limit
+from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.multihost.heartbeat import announce_exit
@@ -39,8 +41,6 @@ from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import AnyProcesses, RestoreOptions, check_dtype
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, open_sources
-from orbax_t5x.storage.limits import check_memory_limit
-from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import size_text
 from orbax_t5x.transforms.describe import describe_transform

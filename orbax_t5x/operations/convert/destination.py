@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Protocol
 
 from orbax_t5x.errors import CheckpointIOError, Fix
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.replaceable import reason_not_replaceable
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
-from orbax_t5x.storage.local import LocalFiles
 
 # Formats whose checkpoints are steps below a root, of which the newest is opened.
 _WITH_STEPS = ("orbax", "t5x")

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.lazy import Leaf, ValueLeaf
 from orbax_t5x.lazy.node import Node
 from orbax_t5x.operations.convert.partition import PlannedArray
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.storage.paths import url_scheme
 
 # The fields of every node.
 _COMMON_FIELDS = frozenset({"shape", "dtype", "inputs", "leaf"})

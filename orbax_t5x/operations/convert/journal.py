@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orbax_t5x.concurrency import await_to_end, reader_pool, run_in_pool
+from orbax_t5x.files.crc import CRC32C
+from orbax_t5x.files.descriptor import Descriptor
 from orbax_t5x.lazy.read_stats import ChecksummedRange
-from orbax_t5x.storage.crc import CRC32C
-from orbax_t5x.storage.descriptor import Descriptor
 
 _VERSION = 1
 _PREFIX = "journal."

@@ -21,6 +21,7 @@ from etils import epath
 
 from orbax_t5x.concurrency import Block, LoopThread, for_each_block, reader_pool, run_in_pool
 from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.files.durability import sync_directory
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType, write_spec
 from orbax_t5x.handlers.save.commit import check_merged, sync_tree
@@ -49,7 +50,6 @@ from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.readers.orbax.steps import PROCESS_PREFIX
 from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.storage.durability import sync_directory
 from orbax_t5x.trees.flat import unflatten, unwrapped
 from orbax_t5x.trees.pytree_names import leaf_name
 

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable
 
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.files.interface import Files
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME, WEIGHTS
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
 from orbax_t5x.readers.orbax.open import read_step_metadata
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names
-from orbax_t5x.storage.interface import Files
 
 # Names that Orbax writes into an item or a step beside arrays.
 _ORBAX_NAMES = re.compile(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.files.durability import sync_directory, sync_path
 from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.chunks import block_bytes, chunk_of
@@ -40,7 +41,6 @@ from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.targets import is_parameter_name
-from orbax_t5x.storage.durability import sync_directory, sync_path
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.trees.dtypes import kind_of

@@ -29,11 +29,11 @@ import uuid
 from pathlib import Path
 
 from orbax_t5x.errors import CheckpointIOError, UnsafeCheckpointError
+from orbax_t5x.files.descriptor import Descriptor
+from orbax_t5x.files.durability import sync_path
 from orbax_t5x.operations.convert.journal import is_being_written, journals
 from orbax_t5x.operations.convert.output_format import BLOCKS_DIRECTORY
 from orbax_t5x.operations.convert.pipeline import STOP_FILE
-from orbax_t5x.storage.descriptor import Descriptor
-from orbax_t5x.storage.durability import sync_path
 
 _logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import time
 
 from orbax_t5x.concurrency import call_of_user, guarded, run_on_read_thread
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
+from orbax_t5x.files.memory import empty_array
 from orbax_t5x.lazy import Leaf, ReadStats, Request, full_box
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.operations.verify.report import HOLDS, NOTHING, LeafVerification, Status, VerifyReport
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.box_sums import row_boxes
 from orbax_t5x.readers.together import open_together
-from orbax_t5x.storage.memory import empty_array
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
 # Bytes read at a time of a leaf without a checksum, unless a row of chunks is larger.

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from orbax_t5x.storage.interface import Files, Subdirectories
-from orbax_t5x.storage.places import files_at
+from orbax_t5x.files.interface import Files, Subdirectories
+from orbax_t5x.files.places import files_at
 
 # Enough for every magic number, and for the first keys of a msgpack map.
 _HEAD_BYTES = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from orbax_t5x.errors import CheckpointNotFoundError, for_caller
-from orbax_t5x.storage.schemes import scheme_of
+from orbax_t5x.files.schemes import scheme_of
 from orbax_t5x.text.masked import masked
 
 

@@ -20,6 +20,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import FileExtent, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
@@ -28,8 +30,6 @@ from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, S
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.extents import ByteExtent, JoinedExtents
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, RangeLeaf
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.limits import Limits
 
 _CHUNKED = "__msgpack_chunked_array__"
 # Flax cuts into chunks of 1 GiB; this many would be an array that no file system holds.

@@ -13,6 +13,9 @@ import re
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fix, UnsupportedCheckpointError
+from orbax_t5x.files.interface import Files, StoredFile
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
@@ -20,9 +23,6 @@ from orbax_t5x.readers.flax_msgpack.placeholders import is_early_item
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
-from orbax_t5x.storage.interface import Files, StoredFile
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import files_at, open_directory_of
 
 SUFFIX = ".msgpack"
 INDEX_SUFFIX = ".msgpack.index.json"

@@ -22,9 +22,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.readers.flax_msgpack.headers import Header, HeaderReader
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.limits import Limits
 
 # Codes of Flax's extensions.
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.files.interface import Files
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.paths import split_name
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
@@ -20,9 +23,6 @@ from orbax_t5x.readers.flax_msgpack.placeholders import placeholder
 from orbax_t5x.readers.flax_msgpack.walk import Node as WalkedNode
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
-from orbax_t5x.storage.interface import Files
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import split_name
 
 # What Orbax calls empty nodes.
 _EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}

@@ -25,6 +25,9 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     error_at,
 )
+from orbax_t5x.files.interface import Files, Snapshot
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.values import Values
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.array_layout import layout_of
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
@@ -38,9 +41,6 @@ from orbax_t5x.readers.small_arrays import SmallArray, SmallArrayLeaf, SmallArra
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec
-from orbax_t5x.storage.interface import Files, Snapshot
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.values import Values
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
 _OPENING_AT_ONCE = 4096

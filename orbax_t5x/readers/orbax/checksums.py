@@ -26,13 +26,13 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.crc import CRC32C
+from orbax_t5x.files.interface import Files
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.box import Box, box_size
 from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.tiling import check_tiling
-from orbax_t5x.storage.crc import CRC32C
-from orbax_t5x.storage.interface import Files
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.text.wording import listed
 
 CHECKSUMS_FILE = "_CHECKSUMS.json"

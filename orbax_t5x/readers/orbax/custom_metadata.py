@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import files_at
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import files_at
-from orbax_t5x.storage.strict_json import parse_object
 
 _KEY = b'"custom_metadata"'
 # Orbax writes `custom_metadata` last, behind some hundred bytes for each leaf. Most records have a few KiB.

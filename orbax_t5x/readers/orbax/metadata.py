@@ -21,10 +21,10 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.interface import Files
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, array_key, fault_of_key, inside, key_leads_out
-from orbax_t5x.storage.interface import Files
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.strict_json import parse_object
 
 METADATA_FILE = "_METADATA"
 # Values of `key_type`: what kind of container a key belongs to.

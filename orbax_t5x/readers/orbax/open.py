@@ -29,6 +29,11 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.files.interface import Files, StoredFile
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.paths import LEADS_OUT, is_name
+from orbax_t5x.files.places import files_at
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
@@ -68,11 +73,6 @@ from orbax_t5x.readers.orbax.steps import (
 )
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.tensorstore_specs import check_database, make_context
-from orbax_t5x.storage.interface import Files, StoredFile
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import LEADS_OUT, is_name
-from orbax_t5x.storage.places import files_at
-from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.trees.dtypes import kind_of
 
 # Stands for dtypes of leaves that are no arrays of numbers.

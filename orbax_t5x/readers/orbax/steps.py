@@ -30,11 +30,11 @@ from orbax_t5x.errors import (
     Fix,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.paths import is_name
+from orbax_t5x.files.places import files_at
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.readers.detect.probe import PathProbe, Subdirectories, is_bundle_state, is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
-from orbax_t5x.storage.paths import is_name
-from orbax_t5x.storage.places import files_at
-from orbax_t5x.storage.strict_json import parse_object
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
 MANIFEST_FILE = "manifest.ocdbt"

@@ -22,14 +22,14 @@ import numpy as np
 
 from orbax_t5x.concurrency import run_jobs
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.crc import CRC32C, Crc
+from orbax_t5x.files.windows import MAX_GAP_BYTES, WINDOW_BYTES
 from orbax_t5x.lazy.box import Box, box_shape, box_size, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, locate_box, split_ends, union_runs
 from orbax_t5x.readers.ranges.extents import StoredBytes
 from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
-from orbax_t5x.storage.crc import CRC32C, Crc
-from orbax_t5x.storage.windows import MAX_GAP_BYTES, WINDOW_BYTES
 
 # What one thread takes at a time of a large array.
 _JOB_BYTES = 16 << 20

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orbax_t5x.files.crc import CRC32C, Crc
 from orbax_t5x.lazy.read_stats import ChecksummedRange
-from orbax_t5x.storage.crc import CRC32C, Crc
 
 # Fewer ranges than this are sent one by one.
 _FEW = 16

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orbax_t5x.files.interface import ReadAhead, StoredFile
+from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.leaf import FileExtent
-from orbax_t5x.storage.interface import ReadAhead, StoredFile
-from orbax_t5x.storage.windows import MAX_GAP_BYTES
 
 
 def extent_of(stored: StoredBytes, offset: int, size: int) -> FileExtent | None:

@@ -10,6 +10,8 @@ import numpy as np
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
+from orbax_t5x.files.crc import CRC32C, Crc
+from orbax_t5x.files.interface import FilePlace
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, FileExtent, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
@@ -17,8 +19,6 @@ from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome, StoredRa
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from orbax_t5x.readers.ranges.extents import extent_of
 from orbax_t5x.readers.ranges.strided import StridedRange
-from orbax_t5x.storage.crc import CRC32C, Crc
-from orbax_t5x.storage.interface import FilePlace
 
 
 class RangeLeaf(BlockingLeaf):

@@ -17,9 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.files.memory import strided
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.ranges.byte_runs import Window
-from orbax_t5x.storage.memory import strided
 
 # Values are stored one to a byte; the bits above theirs are padding.
 LOW_BITS = {

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.files.interface import FilePlace
 from orbax_t5x.lazy.box import Box, intersect, shift
 from orbax_t5x.lazy.leaf import Checksums, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.byte_range import StoredRange
 from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, moved, read_unchanged
-from orbax_t5x.storage.interface import FilePlace
 
 
 class StoredSlice(NamedTuple):

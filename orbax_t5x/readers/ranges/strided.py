@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from orbax_t5x.files.crc import Crc
 from orbax_t5x.lazy.box import Box, box_shape, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome
 from orbax_t5x.readers.ranges.extents import StoredBytes
-from orbax_t5x.storage.crc import Crc
 
 
 def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:

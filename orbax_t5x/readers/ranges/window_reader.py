@@ -10,8 +10,8 @@ with what is left of the file before anything else happens with it.
 from __future__ import annotations
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.windows import MAX_GAP_BYTES
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.windows import MAX_GAP_BYTES
 
 # The window after a jump, and the largest. Smaller first windows cost more reads per small leaf, larger ones read more
 # of the arrays that are jumped over.

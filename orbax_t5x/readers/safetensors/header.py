@@ -25,9 +25,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.strict_json import parse_object
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.strict_json import parse_object
 
 LENGTH_BYTES = 8
 # The format's own bound on headers; its reference reader refuses larger ones.

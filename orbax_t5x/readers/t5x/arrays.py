@@ -26,6 +26,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.files.interface import ArrayDirectory, Files
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.fetched_array import FetchedArray, UnopenedArray
@@ -36,8 +38,6 @@ from orbax_t5x.readers.t5x.zarr_metadata import METADATA_FILE, ZarrMetadata, par
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec, make_context
-from orbax_t5x.storage.interface import ArrayDirectory, Files
-from orbax_t5x.storage.limits import Limits
 
 # The newest version whose uint16 arrays are the bits of bfloat16; later ones store bfloat16 as itself.
 _LAST_UINT16_VERSION = 2

@@ -15,6 +15,9 @@ from functools import partial
 from typing import Any
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.files.interface import Files
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
@@ -26,9 +29,6 @@ from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, newest_directory, newest_first, step_of_name
 from orbax_t5x.readers.t5x.arrays import ZarrArrays
 from orbax_t5x.readers.t5x.specs import is_spec
-from orbax_t5x.storage.interface import Files
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import files_at, open_directory_of
 
 _VERSIONS = range(4)
 

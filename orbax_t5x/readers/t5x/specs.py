@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.files.paths import split_name
 from orbax_t5x.readers.flax_msgpack.walk import Node, StoredText
-from orbax_t5x.storage.paths import split_name
 
 _DRIVERS = frozenset({"file", "gfile", "gcs"})
 # Settings of how TensorStore shall work; ours are our own.

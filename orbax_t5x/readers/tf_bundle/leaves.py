@@ -24,6 +24,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.files.interface import Files, StoredFile
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
@@ -43,8 +45,6 @@ from orbax_t5x.readers.tf_bundle.proto import (
 from orbax_t5x.readers.tf_bundle.sstable import unmask
 from orbax_t5x.readers.tf_bundle.string_range import StringRange
 from orbax_t5x.readers.tiling import MAX_TILING_STEPS, box_text, check_tiling
-from orbax_t5x.storage.interface import Files, StoredFile
-from orbax_t5x.storage.limits import Limits
 
 _BIG_ENDIAN = 1
 # An entry may list so many slices more than the index has of its variable, so that the error can name the missing one.

@@ -18,10 +18,10 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.interface import Files
+from orbax_t5x.files.paths import split_name
+from orbax_t5x.files.places import files_at
 from orbax_t5x.readers.tf_bundle.sstable import is_table
-from orbax_t5x.storage.interface import Files
-from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.places import files_at
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ import re
 from typing import Any
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import files_at
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
 from orbax_t5x.readers.tf_bundle.locate import BundleLocation, find_bundle
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, BundleHeader, parse_bundle_header
 from orbax_t5x.readers.tf_bundle.sstable import Table
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import files_at
 
 _STEP = re.compile(r"-([0-9]{1,18})$")
 # The version that this reader is of; a bundle names the oldest reader that may read it.

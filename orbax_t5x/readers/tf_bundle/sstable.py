@@ -19,9 +19,9 @@ from typing import NamedTuple
 import cramjam
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
-from orbax_t5x.storage.crc import CRC32C
-from orbax_t5x.storage.interface import StoredFile
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.files.crc import CRC32C
+from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 _FOOTER_BYTES = 48

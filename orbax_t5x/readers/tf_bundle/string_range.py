@@ -16,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.files.crc import CRC32C
+from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.lazy.box import Box, box_shape, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_range import ReadOutcome, StoredRange
 from orbax_t5x.readers.tf_bundle.sstable import unmask
-from orbax_t5x.storage.crc import CRC32C
-from orbax_t5x.storage.interface import StoredFile
 
 _CRC_BYTES = 4
 # Nine groups of seven bits: more than any file holds.

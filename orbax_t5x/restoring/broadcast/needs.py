@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.multihost.collectives import gather, gather_bytes
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.options import BroadcastMode
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan, box_of_index, boxes_by_leaf
-from orbax_t5x.storage.paths import url_scheme
 
 STORE_VARIABLE = "ORBAX_T5X_STORE"
 _MOUNTS = Path("/proc/self/mountinfo")

@@ -22,6 +22,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import CallThread, run_in_pool
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.memory import empty_array, naming_memory_errors
 from orbax_t5x.lazy import BlockingLeaf, Box, slices_within
 from orbax_t5x.lazy.box import box_shape, box_size
 from orbax_t5x.multihost.collectives import any_failed, exchange_buffers, gather_texts
@@ -31,7 +32,6 @@ from orbax_t5x.restoring.execute.buffers import layout_of
 from orbax_t5x.restoring.execute.groups import Piece
 from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
 from orbax_t5x.restoring.plan import PlanEntry
-from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 
 
 def empty_buffer(size: int) -> np.ndarray:

@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
+from orbax_t5x.files.memory import empty_array
 from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.box import box_shape, box_size, full_box
 from orbax_t5x.restoring.plan import PlanEntry, addressable_boxes, box_of_index, shard_indices
 from orbax_t5x.restoring.target_leaf import TargetLeaf, key_impl_of
-from orbax_t5x.storage.memory import empty_array
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
 _ALIGNMENT = 64

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from orbax_t5x.concurrency import run_in_pool
+from orbax_t5x.files.memory import naming_memory_errors
 from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, ValueLeaf
 from orbax_t5x.lazy.read import LeafReads, read_all, read_all_blocking
 from orbax_t5x.restoring.execute.groups import Piece
 from orbax_t5x.restoring.plan import PlanEntry
-from orbax_t5x.storage.memory import naming_memory_errors
 
 BufferedPiece = tuple[Piece, np.ndarray]
 """A piece, and the buffer that it is read into."""

@@ -6,8 +6,8 @@ from contextlib import closing
 import pytest
 
 from orbax_t5x.extras.gguf.header import read_header
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
 from tests.support.gguf_files import F32, header, pair, tensor, text
 
 NUMBERS = [(0, "B", 200), (1, "b", -3), (2, "H", 60000), (3, "h", -9), (4, "I", 1 << 31), (5, "i", -1), (6, "f", 0.5)]

@@ -9,9 +9,9 @@ import pytest
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.extras.npz.deflated import DeflatedLeaf, decompress_head
 from orbax_t5x.extras.npz.header import ArrayHeader
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.zip_members import Archive
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import read_boxes
 from tests.support.zip_files import Entry, archive_of
 

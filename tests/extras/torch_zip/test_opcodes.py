@@ -11,7 +11,7 @@ import pytest
 from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
 from orbax_t5x.extras.torch_zip.values import Name, Opaque, OrderedNode, StorageNode, TensorNode, Tuple
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.files.limits import Limits
 from tests.support.hostile_pickles import hostile_pickle
 from tests.support.torch_files import SavedTensor, call, name, ordered, pickled
 

@@ -6,7 +6,7 @@ import pytest
 
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.files.limits import Limits
 from tests.support.torch_files import pickled
 
 

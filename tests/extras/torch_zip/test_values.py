@@ -7,7 +7,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
 from orbax_t5x.extras.torch_zip.values import Name, Opaque, OrderedNode, StorageNode, TensorNode
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.testing.leaf_reads import leaf_of
 from tests.support.torch_files import Op, SavedTensor, call, name, opcodes, ordered, pickled
 

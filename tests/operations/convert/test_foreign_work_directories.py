@@ -9,9 +9,9 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
+from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.operations.convert.journal import Journal, journal_path, read_journal
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
-from orbax_t5x.storage.crc import CRC32C
 
 ARRAYS = {"a": np.arange(3000, dtype=np.float32)}
 NAMES = ["journal.1", "journal.7", "stop", "blocks", "replaced", "out", "out.orbax-checkpoint-tmp", "other"]

@@ -3,9 +3,9 @@
 import msgpack
 import pytest
 
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.flax_msgpack.walk import StoredText, walk
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
 
 
 def walked(directory, data):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.flax_msgpack.leaves import named_nodes
 from orbax_t5x.readers.flax_msgpack.walk import walk
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read_boxes
 
 

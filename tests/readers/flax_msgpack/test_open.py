@@ -17,7 +17,7 @@ import pytest
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.testing.leaf_reads import assert_same
 from orbax_t5x.testing.reader_suite import ReaderSuite
 from orbax_t5x.trees.flat import unflatten

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.flax_msgpack.walk import StoredText, walk
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
 
 
 def open_bytes(directory, data, name="state.msgpack", **limits):

@@ -20,7 +20,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.files.limits import Limits
 from tests.support.orbax_items import FLAT, outcome, right_or
 from tests.support.orbax_metadata import entry, with_tree
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from orbax_t5x.concurrency import run_jobs
 from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.lazy.box import Box, box_shape, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ReadStats
@@ -20,7 +21,6 @@ from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.readers.ranges import byte_range as _byte_range
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import read_boxes, same_bits
 from tests.support.array_strategies import random_bits
 from tests.support.bundle_writer import DTYPES, np_dtype

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orbax_t5x.files.crc import CRC32
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.coverage import cover, fold_columns, uncovered
-from orbax_t5x.storage.crc import CRC32
 from tests.support.byte_ranges import DATA, part
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.ranges.extents import ByteExtent, JoinedExtents
-from orbax_t5x.storage.local import LocalFiles
 
 DATA = bytes(range(100))
 EXTENTS = [(10, 5), (40, 0), (3, 4), (90, 10), (10, 2)]

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orbax_t5x.files.crc import CRC32
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.lazy.box import box_shape, box_slices, full_box
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.ranges.strided import StridedRange, has_overlaps, last_element, row_major
-from orbax_t5x.storage.crc import CRC32
-from orbax_t5x.storage.local import LocalFiles
 from orbax_t5x.testing.leaf_reads import random_box, random_buffer
 
 DATA = np.random.default_rng(5).integers(0, 1 << 16, 4096, np.uint16)

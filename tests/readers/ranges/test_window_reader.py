@@ -5,8 +5,8 @@ from contextlib import closing
 import pytest
 
 from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.ranges.window_reader import WindowReader
-from orbax_t5x.storage.local import LocalFiles
 
 
 def test_taking_and_skipping(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.files.limits import Limits
 from tests.support.safetensors_files import container, tensor
 
 GOOD = {"a": tensor(0, 8, [2]), "b": tensor(8, 12, [])}

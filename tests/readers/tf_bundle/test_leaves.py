@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.box import box_slices, full_box
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import Extent, slice_key
-from orbax_t5x.storage.limits import Limits
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
 from tests.support.bundle_damage import GOOD, costs_one_leaf
 from tests.support.bundle_writer import Bundle, bundle_of, entry, np_dtype, partitions, shard_path

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.tf_bundle.sstable import BadVarint, Table, is_table, read_varint, unmask
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.local import LocalFiles
 from tests.support.bundle_writer import (
     MAGIC,
     block,

@@ -1,0 +1,386 @@
+"""Interface of readers to bytes: a root's files and each file.
+
+`LocalFiles` is a directory of this machine: names are walked with file descriptors, reads are `preadv`. `RemoteFiles`
+is a prefix of a bucket or of a web server: files are objects, reads are requests for byte ranges. Readers know neither;
+`files_at` alone makes them. A name is always relative, with '/', and never leaves the root; only the root itself, which
+the caller named, may be a symlink to anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.values import Values
+
+
+class ReadAhead(Protocol):
+    """Reads in the order of their announcement.
+
+    A remote store may begin them early.
+    """
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """Implements `StoredFile.read_into`."""
+        ...
+
+
+class FilePlace(Protocol):
+    """Place of bytes: a file, some of its ranges, or a root.
+
+    Attributes:
+      is_remote: whether reading waits for another machine.
+    """
+
+    is_remote: bool
+
+    @property
+    def path(self) -> str:
+        """The path for messages; a URL if it is remote."""
+        ...
+
+
+class StoredFile(FilePlace, Protocol):
+    """File below a root; reads may come from any thread."""
+
+    @property
+    def name(self) -> str:
+        """The name, relative to the root."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The size in bytes.
+
+        For remote files this costs several requests, because TensorStore exposes no stat.
+        """
+        ...
+
+    @property
+    def known_size(self) -> int | None:
+        """The size, or None.
+
+        None: it takes a request.
+        """
+        ...
+
+    def require_size(self, size: int) -> bool:
+        """Reports whether the file has exactly this size."""
+        ...
+
+    def load(self, limit: int) -> None:
+        """Announces that the whole file will be read.
+
+        It has at most `limit` bytes; a remote store fetches it at once.
+        """
+        ...
+
+    def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
+        """Reads `size` bytes from `offset`; the caller has compared `size` with limits.
+
+        Raises:
+          CorruptCheckpointError: the range is not inside the file.
+          CheckpointIOError, CheckpointGoneError: the store failed, or the file is another one now.
+          ValueError: the checkpoint was closed.
+        """
+        ...
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """Fills buffers with a file's bytes from `offset` on.
+
+        They are contiguous, of any dtype, and the bytes as they are; errors as `read`.
+        """
+        ...
+
+    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
+        """Announces reads of (offset, size).
+
+        The result reads exactly these, in this order.
+
+        Args:
+          ranges: to read.
+          into: the buffers that `read_into` will be given for each, which a remote store may fill before; empty if
+            they are not known yet, or hold other bytes until then.
+        """
+        ...
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """Proves that the file is unchanged since the opening.
+
+        This holds for the bytes read so far.
+
+        Raises:
+          CheckpointGoneError: it is not.
+          ValueError: the checkpoint was closed.
+        """
+        ...
+
+    def require_open(self) -> None:
+        """Raises ValueError once the checkpoint was closed."""
+        ...
+
+
+class Snapshot(Protocol):
+    """Record of files at the opening, for later checks.
+
+    TensorStore reads these files by itself.
+
+    Attributes:
+      clock: of the remote store that holds them; None for local files.
+      is_for_all: whether this process compares them for all processes of its job, also if it reads nothing of them.
+    """
+
+    clock: ResponseClock | None
+    is_for_all: bool
+
+    def are_stored(self, names: Sequence[str]) -> list[bool]:
+        """Tests for each name if it is a file beside the array.
+
+        It blocks.
+        """
+        ...
+
+    def was_checked(self, execution: object) -> bool:
+        """Reports whether `check_unchanged` has been called in this execution."""
+        ...
+
+    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+        """Stats the files once in each execution; blocks."""
+        ...
+
+
+class ArrayDirectory(NamedTuple):
+    """Directory of an array that TensorStore reads by itself.
+
+    The bytes of its metadata file come with it.
+
+    `identity` is equal for two names of the same directory; `kvstore` is that of `Files.kvstore`; `files` are as they
+    were before the metadata were read.
+    """
+
+    path: str
+    identity: Hashable
+    kvstore: dict[str, Any] | Values
+    metadata: bytes
+    files: Snapshot
+
+
+class Look(NamedTuple):
+    """Result of a look at a path.
+
+    Attributes:
+      kind: "file", "directory", "missing", "special" (a FIFO, a socket, a device), or "outside" (a link that leads out
+        of the root).
+      head, tail: the first and last bytes of a file.
+      size: of a file; None if a remote store does not report it.
+      names: of the entries of a directory.
+    """
+
+    kind: str
+    head: bytes = b""
+    tail: bytes = b""
+    size: int | None = 0
+    names: frozenset[str] = frozenset()
+
+
+class Subdirectories(NamedTuple):
+    """Possible directories in a directory, and links that lead out.
+
+    The links may lead to whatever they like.
+    """
+
+    inside: list[str]
+    outside: list[str]
+
+
+class Files(FilePlace, Protocol):
+    """Files below a root, and the root itself.
+
+    `path` is the root: a directory, resolved, or a URL without a slash at its end.
+
+    Attributes:
+      named: the root as the caller named it, absolute: symlinks are not resolved.
+      can_list: whether the store lists its files; web servers do not.
+    """
+
+    named: str
+    can_list: bool
+
+    # -- the root itself; the caller's symlinks are followed
+
+    def is_link(self) -> bool:
+        """Reports whether the root is a symlink; a URL is not."""
+        ...
+
+    def is_file(self) -> bool:
+        """Tests if the root is a file, or a link to it.
+
+        Nothing is opened.
+        """
+        ...
+
+    def is_directory(self) -> bool:
+        """Tests if the root is a directory, or a link to it.
+
+        Of a URL, if files are below it.
+        """
+        ...
+
+    def names(self) -> list[str]:
+        """Lists the names in the root, sorted.
+
+        A remote store may list only files that mark a checkpoint.
+        """
+        ...
+
+    def subdirectories(self) -> Subdirectories:
+        """Lists the directories in the root.
+
+        Links in it are followed as far as they stay inside.
+        """
+        ...
+
+    # -- names below
+
+    def join(self, name: str) -> str:
+        """Returns the path of a name, for messages."""
+        ...
+
+    def locate(self, name: str, *, leaf: str | None = None) -> str:
+        """Returns the path of a file or directory inside the root.
+
+        Locally it exists and is resolved.
+        """
+        ...
+
+    def exists(self, name: str = "") -> bool:
+        """Tests if a name exists, a dangling symlink included.
+
+        Remotely, it tests for a file.
+        """
+        ...
+
+    def has_file(self, name: str) -> bool:
+        """Reports whether a name is a regular file; nothing is opened.
+
+        A link that leads out of the root counts without being followed: opening it reports the problem.
+        """
+        ...
+
+    def has_files(self, names: Sequence[str]) -> list[bool]:
+        """Reports for each name whether the file exists inside the root."""
+        ...
+
+    def require_file(self, name: str) -> None:
+        """Raises unless a file of this name exists inside the root."""
+        ...
+
+    def look(self, name: str = "", *, head: int, tail: int) -> Look:
+        """Looks at the root, or a name below it.
+
+        Of the name only a file is read. It never blocks.
+
+        Args:
+          name: below the root; "" for the root.
+          head, tail: the most bytes to read of a file's beginning and end.
+
+        Raises:
+          CheckpointIOError: the store refused.
+        """
+        ...
+
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
+        """Reads all bytes of a file, at most `limit`.
+
+        `bound` is the name of that limit in errors.
+        """
+        ...
+
+    def read_end(self, name: str, size: int) -> bytes:
+        """Reads the last `size` bytes of a file, or a shorter file."""
+        ...
+
+    def file(self, name: str, *, leaf: str | None = None) -> StoredFile:
+        """Stats a file without reading it."""
+        ...
+
+    def require_open(self) -> None:
+        """Raises ValueError after `close`."""
+        ...
+
+    def close(self) -> None:
+        """Makes later reads of the files a ValueError."""
+        ...
+
+    # -- announcements, which cost nothing locally
+
+    def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
+        """Announces stats of files, so that a remote store batches them.
+
+        Some may be beside the root.
+        """
+        ...
+
+    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
+        """Announces files that will be read whole, as `stat_ahead`."""
+        ...
+
+    # -- what TensorStore reads by itself
+
+    def kvstore(self, name: str) -> dict[str, Any] | Values:
+        """Returns TensorStore's spec of a directory.
+
+        There is no slash at the path's end; "" is the root.
+
+        Of a web server, which TensorStore does not read, the values by key.
+        """
+        ...
+
+    def entries(self, name: str) -> dict[str, bool]:
+        """Lists a directory: by name, if it is a directory.
+
+        It is complete if the store lists all at once.
+        """
+        ...
+
+    def require_plain(self, name: str, *, leaf: str | None = None) -> None:
+        """Checks that a directory holds only plain files, at any depth.
+
+        For a library that opens them by their names.
+        """
+        ...
+
+    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Snapshot:
+        """Remembers files and directories.
+
+        Of a remote store it remembers only the file `metadata`, which describes them.
+        """
+        ...
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        """Opens the directory of an array once.
+
+        Returns all that opening the array needs; see `snapshot`.
+        """
+        ...
+
+    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
+        """Runs a check of files that a library reads by itself.
+
+        `what` and `name` are for its errors.
+        """
+        ...
+
+    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
+        """Returns an array's metadata, or None.
+
+        None: opening it has to read them.
+        """
+        ...
+
+    def note_array(self, array: Any) -> None:
+        """Notes an array that TensorStore has opened, for `known_metadata`."""
+        ...

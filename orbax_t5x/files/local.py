@@ -1,0 +1,498 @@
+"""A directory of this machine as `Files`.
+
+This is the only code that reads array bytes from local files.
+
+A `File` is checked and measured when the checkpoint is opened (`stat`, no read), opened on the first read and kept
+open. Its size, modification time and inode are compared with those measured whenever it is opened, and by
+`File.check_unchanged` after reads, so that bytes of another file are never returned. A file
+that is replaced by rename while it is open here is read on: the open one has not changed. Reads are `preadv` into the
+caller's buffers, never a mapping (a truncated mapping kills the process): a short read is retried, the end of the file
+is damage, an error of the operating system names file and leaf. Nothing here allocates by what a file claims.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsafeCheckpointError,
+    for_caller,
+)
+from orbax_t5x.files.descriptor import Descriptor
+from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Subdirectories
+from orbax_t5x.files.paths import FILE_FLAGS, FileIdentity, Root, io_error
+from orbax_t5x.files.tree_checks import TreeSnapshot, check_tree, list_directory
+from orbax_t5x.files.windows import fill_held, is_held
+
+_READ_CHUNK_BYTES = 1 << 24
+# Of the root itself, which may be a symlink.
+_OPEN_FLAGS = FILE_FLAGS & ~os.O_NOFOLLOW
+# Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
+_MAX_OPEN_FILES = 64
+# The most buffers that one preadv takes.
+_MAX_BUFFERS = 1024
+
+
+class File:
+    """Regular file inside a root.
+
+    `LocalFiles.file` makes it; reads may come from any thread.
+
+    Attributes:
+      name: relative to the root.
+      path: for messages.
+      size: in bytes, when the checkpoint was opened.
+      is_remote: see `StoredFile`.
+    """
+
+    __slots__ = ("_files", "_identity", "name", "path", "size")
+    is_remote = False
+
+    def __init__(self, files: LocalFiles, name: str, found: os.stat_result):
+        self._files = files
+        self._identity = FileIdentity.of(found)
+        self.name: str = name
+        self.path: str = files.join(name)
+        self.size: int = found.st_size
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """Fills buffers in order with the bytes from `offset` on.
+
+        They are contiguous, of any dtype.
+        """
+        if is_held(self) and fill_held(self, offset, buffers):
+            self.require_open()
+            return
+        fd = self._files.acquire(self, leaf)
+        try:
+            if len(buffers) <= _MAX_BUFFERS:
+                self._fill(fd, offset, buffers, leaf)
+                return
+            for first in range(0, len(buffers), _MAX_BUFFERS):
+                offset = self._fill(fd, offset, buffers[first : first + _MAX_BUFFERS], leaf)
+        finally:
+            self._files.release(self)
+
+    @property
+    def known_size(self) -> int:
+        """Implements `StoredFile.known_size`."""
+        return self.size
+
+    def require_size(self, size: int) -> bool:
+        """Implements `StoredFile.require_size`."""
+        return self.size == size
+
+    def load(self, limit: int) -> None:
+        """Does nothing: local reads need no prefetch; see `StoredFile.load`."""
+
+    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> File:
+        """Implements `StoredFile.ahead`: each range is read when it is requested."""
+        return self
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """Proves that the file is unchanged since the opening.
+
+        It is to be called after reading.
+
+        It costs one `fstat`. A file that is the same then was the same before.
+        """
+        if is_held(self):
+            return
+        fd = self._files.acquire(self, leaf)
+        try:
+            if FileIdentity.of(os.fstat(fd)) != self._identity:
+                raise CheckpointGoneError("changed after the checkpoint was opened", path=self.path, leaf=leaf)
+        except OSError as error:
+            if isinstance(error, CheckpointGoneError):
+                raise
+            raise io_error(error, "reading its status", path=self.path, leaf=leaf) from error
+        finally:
+            self._files.release(self)
+
+    def _fill(self, fd: int, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> int:
+        missing = sum([buffer.nbytes for buffer in buffers])
+        while missing:
+            got = self._preadv(fd, offset, buffers, leaf)
+            if not got:
+                raise CorruptCheckpointError(
+                    f"ends at byte {offset}, {missing} bytes early; it was {self.size} bytes long when it was opened",
+                    path=self.path,
+                    leaf=leaf,
+                )
+            offset += got
+            missing -= got
+            if missing:
+                buffers = _after(buffers, got)
+        return offset
+
+    def _preadv(self, fd: int, offset: int, buffers: Sequence[Any], leaf: str | None) -> int:
+        # Any: to type checkers arrays are buffers from Python 3.12 on.
+        try:
+            return os.preadv(fd, buffers, offset)
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                raise CheckpointGoneError("vanished while it was read", path=self.path, leaf=leaf) from error
+            raise io_error(error, f"reading at byte {offset}", path=self.path, leaf=leaf) from error
+
+    def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
+        """Reads `size` bytes from `offset`; the caller has compared `size` with limits."""
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise CorruptCheckpointError(
+                f"bytes {offset} to {offset + size} requested of a file of {self.size} bytes", path=self.path, leaf=leaf
+            )
+        data = bytearray(size)
+        if size:
+            self.read_into(offset, [np.frombuffer(data, np.uint8)], leaf=leaf)
+        return data
+
+    def require_open(self) -> None:
+        """Raises ValueError once the checkpoint was closed."""
+        self._files.require_open()
+
+    def open(self, leaf: str | None) -> Descriptor:
+        """Opens the file that was measured."""
+        try:
+            opened, found = self._files.open(self.name, leaf=leaf)
+        except CheckpointNotFoundError as error:
+            raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf) from error
+        if FileIdentity.of(found) != self._identity:
+            opened.close()
+            raise CheckpointGoneError("was replaced after the checkpoint was opened", path=self.path, leaf=leaf)
+        return opened
+
+
+def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
+    """Returns the rest of the buffers after `done` bytes."""
+    rest: list[np.ndarray] = []
+    for buffer in buffers:
+        if done < buffer.nbytes:
+            rest.append(buffer.reshape(-1).view(np.uint8)[done:] if done else buffer)
+            done = 0
+        else:
+            done -= buffer.nbytes
+    return rest
+
+
+class LocalFiles(Root, Files):
+    """Directory or file that the caller named; see `Files` and `Root`.
+
+    At most `max_open` descriptors are open beyond those in use at the moment. They are closed by `close`, or when
+    neither this nor one of its files is referred to any more.
+    """
+
+    is_remote = False
+    can_list = True
+
+    def __init__(self, path: str | os.PathLike[str], *, max_open: int = _MAX_OPEN_FILES):
+        super().__init__(path)
+        self._max_open = max_open
+        self._lock = threading.Lock()
+        # By name: a file refers to its set, and a cycle would keep descriptors until a garbage collection.
+        self._open: OrderedDict[str, Descriptor] = OrderedDict()
+        self._users: dict[str, int] = {}
+        self._closed = False
+
+    # -- the root itself
+
+    def is_link(self) -> bool:
+        return os.path.islink(self.named)
+
+    def is_file(self) -> bool:
+        return os.path.isfile(self.named)
+
+    def is_directory(self) -> bool:
+        return os.path.isdir(self.named)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.named))
+        except OSError as error:
+            raise io_error(error, "listing it", path=self.named) from error
+
+    def subdirectories(self) -> Subdirectories:
+        found = Subdirectories([], [])
+        links: list[str] = []
+        try:
+            with os.scandir(self.named) as entries:
+                for entry in entries:
+                    if entry.is_symlink():
+                        links.append(entry.name)
+                    elif entry.is_dir(follow_symlinks=False):
+                        found.inside.append(entry.name)
+        except FileNotFoundError:
+            raise CheckpointGoneError("the directory vanished while it was listed", path=self.named) from None
+        except OSError as error:
+            raise io_error(error, "listing it", path=self.named) from error
+        for name in links:
+            try:
+                if os.path.isdir(self.locate(name)):
+                    found.inside.append(name)
+            except UnsafeCheckpointError:
+                found.outside.append(name)
+            except CheckpointError:  # a link to nothing, or in a circle
+                continue
+        return found
+
+    # -- names below
+
+    def exists(self, name: str = "") -> bool:
+        path = os.path.join(self.named, name) if name else self.named
+        try:
+            os.lstat(path)
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return False
+            raise io_error(error, "reading its status", path=path) from error
+
+    def has_file(self, name: str) -> bool:
+        path = os.path.join(self.named, name)
+        try:
+            mode = os.lstat(path).st_mode
+            if not stat.S_ISLNK(mode):
+                return stat.S_ISREG(mode)
+            self.stat(name)
+            return True
+        except CheckpointIOError:
+            raise
+        except UnsafeCheckpointError:
+            return True
+        except (FileNotFoundError, NotADirectoryError, CheckpointError, ValueError):  # ValueError: a NUL in the path
+            return False
+        except OSError as error:
+            raise io_error(error, "reading its status", path=path) from error
+
+    def has_files(self, names: Sequence[str]) -> list[bool]:
+        return [self._has_inside(name) for name in names]
+
+    def _has_inside(self, name: str) -> bool:
+        try:
+            self.stat(name)
+        except CheckpointError:
+            return False
+        return True
+
+    def require_file(self, name: str) -> None:
+        self.stat(name)
+
+    def look(self, name: str = "", *, head: int, tail: int) -> Look:
+        if name:
+            return self._look_inside(name, head, tail)
+        try:
+            mode = os.stat(self.named).st_mode
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
+            return Look("missing")
+        except OSError as error:
+            raise io_error(error, "reading its status", path=self.named) from error
+        try:
+            if stat.S_ISDIR(mode):
+                return Look("directory", names=frozenset(os.listdir(self.named)))
+            if not stat.S_ISREG(mode):
+                return Look("special")
+            opened = Descriptor(self.named, _OPEN_FLAGS)
+            return _look_at(opened, os.fstat(opened.number), self.named, head, tail)
+        except OSError as error:
+            if isinstance(error, CheckpointIOError):
+                raise
+            raise io_error(error, "reading its status", path=self.named) from error
+
+    def _look_inside(self, name: str, head: int, tail: int) -> Look:
+        try:
+            opened, found = self.open(name)
+        except CheckpointIOError:
+            raise
+        except CheckpointNotFoundError:
+            return Look("missing")
+        except UnsafeCheckpointError:
+            return Look("outside")
+        except CheckpointError:
+            return Look("special")
+        return _look_at(opened, found, os.path.join(self.named, name), head, tail)
+
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
+        opened, found = self.open(name, leaf=leaf)
+        path = self.join(name)
+        try:
+            if found.st_size > limit:
+                raise LimitExceededError(f"{found.st_size} bytes, more than {bound} = {limit}", path=path, leaf=leaf)
+            pieces: list[bytes] = []
+            size = 0
+            # A file that grows while it is read ends where it ended when it was opened.
+            while size < found.st_size:
+                piece = os.pread(opened.number, min(found.st_size - size, _READ_CHUNK_BYTES), size)
+                if not piece:
+                    raise CorruptCheckpointError(f"ends after {size} bytes; it had {found.st_size}", path=path)
+                pieces.append(piece)
+                size += len(piece)
+            return b"".join(pieces)
+        except OSError as error:
+            if isinstance(error, CheckpointIOError):
+                raise
+            raise io_error(error, "reading it", path=path, leaf=leaf) from error
+        finally:
+            opened.close()
+
+    def read_end(self, name: str, size: int) -> bytes:
+        opened, found = self.open(name)
+        try:
+            return os.pread(opened.number, size, max(0, found.st_size - size))
+        except OSError as error:
+            raise io_error(error, "reading it", path=self.join(name)) from error
+        finally:
+            opened.close()
+
+    # -- open files
+
+    def file(self, name: str, *, leaf: str | None = None) -> File:
+        """Stats a file without reading it."""
+        return File(self, name, self.stat(name, leaf=leaf))
+
+    def require_open(self) -> None:
+        """Raises ValueError after `close`."""
+        if self._closed:
+            raise for_caller(ValueError(f"{self.path}: the checkpoint is closed; its leaves can no longer be read"))
+
+    def acquire(self, file: File, leaf: str | None) -> int:
+        """Returns the descriptor of a file, kept open until `release`."""
+        with self._lock:
+            self.require_open()
+            opened = self._open.get(file.name)
+            if opened is None:
+                opened = self._open[file.name] = self._open_file(file, leaf)
+            else:
+                self._open.move_to_end(file.name)
+            self._users[file.name] = self._users.get(file.name, 0) + 1
+            if len(self._open) > self._max_open:
+                self._close_idle(keep=self._max_open)
+            return opened.number
+
+    def release(self, file: File) -> None:
+        """Ends a use of a descriptor."""
+        with self._lock:
+            users = self._users[file.name] - 1
+            if users:
+                self._users[file.name] = users
+                return
+            del self._users[file.name]
+            if self._closed:
+                self._open.pop(file.name).close()
+
+    def _open_file(self, file: File, leaf: str | None) -> Descriptor:
+        try:
+            return file.open(leaf)
+        except CheckpointIOError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            # The process is short of descriptors: give back what this checkpoint can spare, then try once more.
+            self._close_idle(keep=0)
+            return file.open(leaf)
+
+    def _close_idle(self, keep: int) -> None:
+        """Closes the files unused for longest.
+
+        At most `keep` stay open, or only files in use.
+        """
+        idle = [name for name in self._open if name not in self._users]
+        for name in idle[: max(0, len(self._open) - keep)]:
+            self._open.pop(name).close()
+
+    def close(self) -> None:
+        """Closes the files; later reads are a ValueError."""
+        with self._lock:
+            self._closed = True
+            self._close_idle(keep=0)
+
+    # -- announcements
+
+    def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
+        """Does nothing: a local stat does not wait."""
+
+    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
+        """Does nothing, likewise."""
+
+    # -- what TensorStore reads by itself
+
+    def kvstore(self, name: str) -> dict[str, Any]:
+        return _file_kvstore(self.locate(name) if name else self.path)
+
+    def entries(self, name: str) -> dict[str, bool]:
+        found = list_directory(self.locate(name) if name else self.path)
+        return {entry: there.is_dir(follow_symlinks=False) for entry, there in found.items()}
+
+    def require_plain(self, name: str, *, leaf: str | None = None) -> None:
+        check_tree(self, name, leaf=leaf)
+
+    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> TreeSnapshot:
+        return TreeSnapshot(self, names, leaf=leaf)
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        with self._walk(directory, leaf) as (fd, last, path):
+            found = os.fstat(fd) if last is None else os.stat(last, dir_fd=fd, follow_symlinks=False)
+            files = self.snapshot([directory], metadata, leaf=leaf)
+            data = _read_plain(fd, metadata, limit) if last is None else None
+        if data is None:
+            # A link, or something that is wrong: the walk down the whole name follows it, or raises the error.
+            data = self.read_whole(f"{directory}/{metadata}", limit=limit, leaf=leaf, bound="Limits.json_bytes")
+        return ArrayDirectory(path, (found.st_dev, found.st_ino), _file_kvstore(path), data, files)
+
+    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
+        check()
+
+    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
+        return None
+
+    def note_array(self, array: Any) -> None:
+        """Does nothing: no other process opens the array."""
+
+
+def _look_at(opened: Descriptor, found: os.stat_result, path: str, head: int, tail: int) -> Look:
+    """Reads an open file's first and last bytes, and closes it."""
+    try:
+        if not stat.S_ISREG(found.st_mode):
+            return Look("special")
+        first = os.pread(opened.number, head, 0)
+        last = os.pread(opened.number, tail, max(0, found.st_size - tail))
+        return Look("file", first, last, found.st_size)
+    except OSError as error:
+        raise io_error(error, "reading its first bytes", path=path) from error
+    finally:
+        opened.close()
+
+
+def _file_kvstore(path: str) -> dict[str, Any]:
+    return {"driver": "file", "path": path}
+
+
+def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
+    """Reads a regular file in an open directory, or returns None.
+
+    None for anything else, and on failure.
+    """
+    try:
+        fd = os.open(name, FILE_FLAGS, dir_fd=directory)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+                return None
+            data = os.pread(fd, found.st_size, 0)
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    return data if len(data) == found.st_size else None

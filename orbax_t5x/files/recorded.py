@@ -1,0 +1,264 @@
+"""Files with answers shared between a job's processes.
+
+They are recorded for the other processes, or were given on the process that recorded them.
+
+Of a received answer inodes and modification times may be of another disk: such files are compared by their sizes, until
+this process has seen them itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
+from orbax_t5x.files.descriptor import Descriptor
+from orbax_t5x.files.interface import ArrayDirectory, Look, Subdirectories
+from orbax_t5x.files.local import File, LocalFiles
+from orbax_t5x.files.paths import FileIdentity
+from orbax_t5x.files.places import recording
+from orbax_t5x.files.remote.recorded import RecordedBucket, RecordedTransport
+from orbax_t5x.files.remote.transport import Transport
+from orbax_t5x.files.transcript import Transcript, Viewpoint
+from orbax_t5x.files.tree_checks import TreeSnapshot
+
+
+class TranscriptRecorder:
+    """Maker of files that record into a transcript, or answer from it.
+
+    It implements `Recorder`.
+
+    Attributes:
+      transcript: of one opening.
+    """
+
+    def __init__(self, transcript: Transcript):
+        """Holds the transcript."""
+        self.transcript = transcript
+
+    def local(self, path: str) -> RecordedFiles:
+        """Implements `Recorder.local`."""
+        return RecordedFiles(path, self.transcript)
+
+    def transport(self, transport: Transport, base: str) -> RecordedTransport:
+        """Implements `Recorder.transport`."""
+        kind = RecordedBucket if hasattr(transport, "names") else RecordedTransport
+        return kind(cast("Any", transport), base, self.transcript)
+
+
+@contextmanager
+def using(transcript: Transcript) -> Generator[None, None, None]:
+    """Records or replays the answers of an opening.
+
+    It replays those of a received transcript.
+    """
+    try:
+        with recording(TranscriptRecorder(transcript)):
+            yield
+    finally:
+        transcript.close()
+
+
+class RecordedFiles(LocalFiles):
+    """Local files of an opening that processes share."""
+
+    def __init__(self, path: str | os.PathLike[str], transcript: Transcript):
+        super().__init__(path)
+        self._transcript = transcript
+
+    def _ask(self, what: str, ask: Callable[[], Any], *details: Any, **packing: Callable[[Any], Any]) -> Any:
+        """Asks a question about the root as the caller named it."""
+        return self._transcript.answer([what, self.named, *details], ask, **packing)
+
+    def is_link(self) -> bool:
+        return self._ask("is link", super().is_link)
+
+    def is_file(self) -> bool:
+        return self._ask("is file", super().is_file)
+
+    def is_directory(self) -> bool:
+        return self._ask("is directory", super().is_directory)
+
+    def names(self) -> list[str]:
+        return self._ask("names", super().names)
+
+    def subdirectories(self) -> Subdirectories:
+        return self._ask("subdirectories", super().subdirectories, pack=list, unpack=Subdirectories._make)
+
+    def exists(self, name: str = "") -> bool:
+        return self._ask("exists", partial(super().exists, name), name)
+
+    def has_file(self, name: str) -> bool:
+        return self._ask("has file", partial(super().has_file, name), name)
+
+    def look(self, name: str = "", *, head: int, tail: int) -> Look:
+        ask = partial(super().look, name, head=head, tail=tail)
+        return self._ask("look", ask, name, head, tail, pack=_look_as_data, unpack=_look_from_data)
+
+    def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
+        ask = partial(super().stat, name, leaf=leaf)
+        return self._ask("stat", ask, name, leaf, pack=_stat_as_data, unpack=_stat_from_data)
+
+    def locate(self, name: str, *, leaf: str | None = None) -> str:
+        return self._ask("locate", partial(super().locate, name, leaf=leaf), name, leaf)
+
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
+        return self._ask("whole", partial(super().read_whole, name, limit=limit, leaf=leaf, bound=bound), name, limit)
+
+    def read_end(self, name: str, size: int) -> bytes:
+        return self._ask("end", partial(super().read_end, name, size), name, size)
+
+    def file(self, name: str, *, leaf: str | None = None) -> RecordedFile:
+        return RecordedFile(self, name, self.stat(name, leaf=leaf), self._transcript)
+
+    def require_plain(self, name: str, *, leaf: str | None = None) -> None:
+        self._ask("is plain", partial(super().require_plain, name, leaf=leaf), name, leaf)
+
+    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> RecordedTree:
+        return RecordedTree(self, names, self._transcript, leaf=leaf)
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        def received(data: list[Any]) -> ArrayDirectory:
+            path, identity, kvstore, text = data
+            files = self.snapshot([directory], metadata, leaf=leaf)
+            return ArrayDirectory(path, tuple(identity), kvstore, text.encode("latin-1"), files)
+
+        return self._ask(
+            "array",
+            partial(super().array_directory, directory, metadata, limit=limit, leaf=leaf),
+            *(directory, metadata, limit, leaf),
+            pack=lambda found: [found.path, found.identity, found.kvstore, found.metadata.decode("latin-1")],
+            unpack=received,
+        )
+
+    def entries(self, name: str) -> dict[str, bool]:
+        return self._ask("entries", partial(super().entries, name), name)
+
+    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
+        self._ask(what, check, name)
+
+    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
+        found = self._transcript.find(_array_place(kvstore))
+        return None if found is None else found.value
+
+    def note_array(self, array: Any) -> None:
+        if not self._transcript.is_received:
+            spec = array.spec().to_json()
+            self._transcript.add(_array_place(spec["kvstore"]), spec["metadata"])
+
+
+def _array_place(kvstore: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names an array by its file or its place in a database."""
+    base = kvstore.get("base", {})
+    return ("metadata", str(base["path"] if base else "").rstrip("/"), str(kvstore["path"]).rstrip("/"))
+
+
+def _look_as_data(look: Look) -> list[Any]:
+    return [look.kind, look.head.decode("latin-1"), look.tail.decode("latin-1"), look.size, sorted(look.names)]
+
+
+def _look_from_data(data: list[Any]) -> Look:
+    kind, head, tail, size, names = data
+    return Look(kind, head.encode("latin-1"), tail.encode("latin-1"), size, frozenset(names))
+
+
+def _stat_as_data(found: os.stat_result) -> list[int]:
+    return [found.st_mode, found.st_ino, found.st_size, found.st_mtime_ns]
+
+
+def _stat_from_data(data: list[int]) -> os.stat_result:
+    mode, inode, size, modified_ns = data
+    return os.stat_result((mode, inode, 0, 1, 0, 0, size, 0, modified_ns // 10**9, 0), {"st_mtime_ns": modified_ns})
+
+
+class RecordedFile(File):
+    """Regular file of an opening that processes share."""
+
+    __slots__ = ("_transcript", "_viewpoint")
+
+    def __init__(self, files: LocalFiles, name: str, found: os.stat_result, transcript: Transcript):
+        super().__init__(files, name, found)
+        self._transcript = transcript
+        # Of a file that another process has measured, until this process has opened it.
+        self._viewpoint: Viewpoint | None = transcript.viewpoint
+
+    def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
+        ask = partial(super().read, offset, size, leaf=leaf)
+        return self._transcript.answer(["bytes", self.path, offset, size], ask, unpack=bytearray)
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        self._transcript.answer(["unchanged", self.path, leaf], partial(super().check_unchanged, leaf=leaf))
+
+    def open(self, leaf: str | None) -> Descriptor:
+        viewpoint, there = self._viewpoint, self._identity
+        if viewpoint is None:
+            return super().open(leaf)
+        try:
+            opened, found = self._files.open(self.name, leaf=leaf)
+        except CheckpointNotFoundError as error:
+            raise self._difference(viewpoint, "missing", leaf) from error
+        own = FileIdentity.of(found)
+        if own.size != there.size:
+            raise self._difference(viewpoint, own.size, leaf)
+        if own.inode == there.inode and own.modified_ns != there.modified_ns:
+            raise CheckpointGoneError("changed after the checkpoint was opened", path=self.path, leaf=leaf)
+        self._identity, self._viewpoint = own, None
+        return opened
+
+    def _difference(self, viewpoint: Viewpoint, here: object, leaf: str | None) -> CheckpointGoneError:
+        message, fix = viewpoint.difference("its size in bytes", here, self._identity.size)
+        return CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
+
+
+class _Seen(NamedTuple):
+    """Files under some names.
+
+    Attributes:
+      digest: of all that is known of them.
+      files, nbytes: how many there are, and how many bytes.
+      sizes: digest of their names and sizes.
+    """
+
+    digest: str
+    files: int
+    nbytes: int
+    sizes: str
+
+
+class RecordedTree(TreeSnapshot):
+    """Files under some names, of an opening that processes share."""
+
+    def __init__(self, root: LocalFiles, names: Sequence[str], transcript: Transcript, *, leaf: str | None = None):
+        self._transcript = transcript
+        self._viewpoint = transcript.viewpoint
+        super().__init__(root, names, leaf=leaf)
+
+    def _first_look(self, leaf: str | None) -> _Seen:
+        request = ["tree", self._root.path, leaf, *self._names]
+        return self._transcript.answer(request, partial(self._look, leaf), list, _Seen._make)
+
+    def _look(self, leaf: str | None) -> _Seen:
+        digest, sizes = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+        files = nbytes = 0
+        for found in self._found(leaf):
+            directory, described = found
+            digest.update(repr(found).encode("utf-8", "surrogateescape"))
+            sizes.update(repr((directory, [one[:2] for one in described])).encode("utf-8", "surrogateescape"))
+            files += len(described)
+            nbytes += sum([one[1] for one in described])
+        return _Seen(digest.hexdigest(), files, nbytes, sizes.hexdigest())
+
+    def _compare(self, found: Any, leaf: str | None) -> None:
+        if self._viewpoint is None:
+            super()._compare(found, leaf)
+            return
+        here, there = cast("_Seen", found), cast("_Seen", self._seen)
+        if here[1:] != there[1:]:
+            described = (f"{seen.files} files of {seen.nbytes} bytes" for seen in (here, there))
+            message, fix = self._viewpoint.difference("what is stored there", *described)
+            raise CheckpointGoneError(message, path=self._path, leaf=leaf, fix=fix)
+        self._seen, self._viewpoint = found, None

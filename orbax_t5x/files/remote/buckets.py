@@ -1,0 +1,114 @@
+"""Buckets, read by TensorStore.
+
+Credentials are those that TensorStore finds by itself: the usual environment variables, files and metadata services of
+Amazon and Google, and no credentials without these, which public buckets allow.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import tensorstore as ts
+
+from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.remote.transport import PendingResponse, Response
+from orbax_t5x.files.remote.versions import Version
+from orbax_t5x.files.request_settings import REQUEST_SETTINGS
+from orbax_t5x.files.schemes import Scheme, lower_scheme, split_url
+from orbax_t5x.files.values import BoundedRange
+
+# Server of a bucket of Amazon's protocol; TensorStore requires a region then, and any will do.
+_S3_ENDPOINT = "AWS_ENDPOINT_URL"
+_S3_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_ANY_REGION = "us-east-1"
+# Values that mean no generation: of a store without one, and of an emulator of Google's that sends it for stats and
+# not for reads.
+_NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
+
+
+class Bucket:
+    """A bucket, read by TensorStore.
+
+    TensorStore keeps all of a response before it looks at it, so that the bound holds only for what an honest store
+    sends.
+    """
+
+    is_bounded: bool = False
+
+    def __init__(self, kvstore: ts.KvStore):
+        """Holds a key-value store of TensorStore."""
+        self._kvstore = kvstore
+
+    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
+        """Implements `Transport.read`."""
+        return _BucketRead(self._kvstore.read(key, byte_range=slice(wanted.start, wanted.stop)), wanted.most)
+
+    def names(self, prefix: str, timeout: float) -> list[str]:
+        """Implements `ListedTransport.names`."""
+        keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else None  # all below a directory
+        listing: Any = self._kvstore.list(keys)
+        try:
+            # A list comes in pages, and TensorStore does not report single ones.
+            return [name.decode("utf-8", "replace") for name in listing.result(timeout=timeout)]
+        except TimeoutError:
+            listing.cancel()
+            raise
+
+    def close_idle(self) -> None:
+        """Does nothing: TensorStore closes its connections by itself."""
+
+
+class _BucketRead:
+    def __init__(self, future: Any, most: int):
+        self._future = future
+        self._most = most
+
+    def result(self, timeout: float | None = None) -> Response | None:
+        found = cast("ts.KvStore.ReadResult", self._future.result(timeout=timeout))
+        if found.state != "value":
+            return None
+        if len(found.value) > self._most:
+            raise CheckpointIOError(f"the answer has more than the {self._most} bytes asked for")
+        generation = found.stamp.generation
+        return Response(found.value, Version(b"" if generation in _NO_GENERATIONS else generation))
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+def _s3_kvstore(base: str) -> dict[str, Any]:
+    spec: dict[str, Any] = {"driver": "s3", "bucket": base.partition("://")[2], "path": ""}
+    if endpoint := os.environ.get(_S3_ENDPOINT):
+        region = next((found for name in _S3_REGIONS if (found := os.environ.get(name))), _ANY_REGION)
+        spec |= {"endpoint": endpoint, "aws_region": region}
+    return spec
+
+
+def _gs_kvstore(base: str) -> dict[str, Any]:
+    return {"driver": "gcs", "bucket": base.partition("://")[2], "path": ""}
+
+
+def open_kvstore(base: str) -> ts.KvStore:
+    """Opens a bucket.
+
+    A ValueError if its name cannot be that of a bucket.
+    """
+    spec = (_s3_kvstore if base.startswith("s3://") else _gs_kvstore)(base)
+    return ts.KvStore.open(spec, context=ts.Context(REQUEST_SETTINGS)).result()
+
+
+def _open_bucket(base: str, clock: object) -> Bucket:
+    return Bucket(open_kvstore(base))
+
+
+def _plain_url(url: str) -> str:
+    split_url(url)
+    return lower_scheme(url)
+
+
+S3 = Scheme(_plain_url, split_url, _open_bucket, kvstore=_s3_kvstore)
+GS = Scheme(_plain_url, split_url, _open_bucket, kvstore=_gs_kvstore)

@@ -1,0 +1,324 @@
+"""A prefix of a bucket or a web server as `Files`."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+)
+from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
+from orbax_t5x.files.paths import split_name
+from orbax_t5x.files.remote.connection import connect
+from orbax_t5x.files.remote.remote_file import OpenState, RemoteFile
+from orbax_t5x.files.remote.request_errors import is_denied, remote_error
+from orbax_t5x.files.remote.values import DirectoryValues
+from orbax_t5x.files.values import Values
+
+# Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket
+# lists every chunk of every array, so these are statted first, all in one batch.
+KNOWN_NAMES = (
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "manifest.ocdbt",
+    "checkpoint",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "flax_model.msgpack",
+    "flax_model.msgpack.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+# Names of files of all formats: no directory is imagined under them.
+FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
+
+
+class RemoteFiles(Files):
+    """Files below a URL; see `Files`.
+
+    They are made within an `opening`, and outlive it.
+
+    Attributes:
+      connection: to the server or bucket.
+    """
+
+    is_remote = True
+
+    def __init__(self, url: str):
+        """Sends no request.
+
+        Raises:
+          UnsupportedCheckpointError: it is no URL of a store.
+        """
+        place = connect(url)
+        self.connection = place.connection
+        self.can_list = place.connection.scheme.can_list
+        self._key = place.key
+        self._is_named_directory = place.is_directory
+        self.named: str = place.connection.url(place.key)
+        self._state = OpenState(self.named)
+
+    @property
+    def path(self) -> str:
+        return self.named
+
+    def key(self, name: str, *, leaf: str | None = None) -> str:
+        """Returns the key of a name.
+
+        Raises:
+          UnsafeCheckpointError: it leads out of the root.
+        """
+        parts = split_name(name, path=self.path, leaf=leaf) if name else []
+        return "/".join([self._key, *parts] if self._key else parts)
+
+    # -- the root itself
+
+    def is_link(self) -> bool:
+        return False
+
+    def is_file(self) -> bool:
+        return self.exists()
+
+    def is_directory(self) -> bool:
+        return self._kind() == "directory"
+
+    def _kind(self) -> str:
+        """Returns "file", "directory" or "missing".
+
+        A file decides before a directory is imagined, and its suffix does if it is not there. A directory is what has
+        files below it. A bucket is listed if it has no file that makes a checkpoint; on a web server that is unknown
+        then.
+        """
+        kinds = self.connection.kinds
+        if self._key not in kinds:
+            kinds[self._key] = self._find_kind()
+        return kinds[self._key]
+
+    def _find_kind(self) -> str:
+        is_file = bool(self._key) and not self._is_named_directory and self.connection.measure(self._key)
+        if is_file and not self._is_page():
+            return "file"
+        if not is_file and self._key.endswith(FILE_SUFFIXES) and not self._is_named_directory:
+            return "missing"
+        if self._known_names():
+            return "directory"
+        if is_file:
+            return "file"
+        return "directory" if self.can_list and self.connection.names_below(self._key) else "missing"
+
+    def _is_page(self) -> bool:
+        """Tests if a web server may answer for a directory.
+
+        It answers with a page, under any name.
+        """
+        if self.can_list or self._key.endswith(FILE_SUFFIXES):
+            return False
+        try:
+            return bytes(self._file(self._key, "").read(0, 16)).lstrip().startswith(b"<")
+        except CorruptCheckpointError:  # it is shorter
+            return False
+
+    def _known_names(self) -> list[str]:
+        """Returns the names of `KNOWN_NAMES` that exist.
+
+        The same requests stat the names that detection needs.
+        """
+        beside = [self._key, f"{self._key}.index"] if self._key else []
+        stats = self.connection.stat_small([*map(self.key, KNOWN_NAMES), *beside])
+        return [name for name, found in zip(KNOWN_NAMES, stats, strict=False) if found is not None]
+
+    def names(self) -> list[str]:
+        if known := self._known_names():
+            return sorted(known)
+        return sorted({name.partition("/")[0] for name in self.connection.names_below(self._key)})
+
+    def subdirectories(self) -> Subdirectories:
+        names = self.connection.names_below(self._key)
+        return Subdirectories(sorted({name.partition("/")[0] for name in names if "/" in name}), [])
+
+    # -- names below
+
+    def join(self, name: str) -> str:
+        return f"{self.path}/{name}" if name else self.path
+
+    def locate(self, name: str, *, leaf: str | None = None) -> str:
+        return self.connection.url(self.key(name, leaf=leaf))
+
+    def exists(self, name: str = "") -> bool:
+        key = self.key(name)
+        return bool(key) and self.connection.has_file(key)
+
+    def has_file(self, name: str) -> bool:
+        return self.exists(name)
+
+    def has_files(self, names: Sequence[str]) -> list[bool]:
+        return [stat is not None for stat in self.connection.stat([self.key(name) for name in names])]
+
+    def require_file(self, name: str) -> None:
+        if not self.has_files([name])[0]:
+            raise CheckpointNotFoundError("no such file", path=self.join(name))
+
+    def look(self, name: str = "", *, head: int, tail: int) -> Look:
+        kind = "file" if name else self._kind()
+        if kind == "missing" and (refusal := self._refusal()) is not None:
+            raise refusal
+        if kind == "directory":
+            return Look(kind, names=frozenset(self.names()))
+        if kind == "missing" or not self.exists(name):
+            return Look("missing")
+        file = self._file(self.key(name), name)
+        try:
+            first = bytes(file.read(0, head))
+        except CorruptCheckpointError:  # it is shorter
+            first = bytes(file.read(0, file.size))
+        if not tail:
+            return Look("file", first, b"", None if len(first) == head else len(first))
+        size = file.known_size
+        last = file.tail(tail) if size is None else bytes(file.read(max(0, size - tail), min(size, tail)))
+        return Look("file", first, last, None if len(first) == head else len(first))
+
+    def _refusal(self) -> CheckpointError | None:
+        """Returns the store's refusal to report on the root, or None.
+
+        A redirect of the URL itself means nothing: web servers redirect from a directory's name to the same with a
+        slash.
+        """
+        for key, refusal in self.connection.refused.items():
+            if is_denied(refusal) or key != self._key:
+                return remote_error(refusal, "reading its status", path=self.path)
+        return None
+
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
+        answer = self.connection.whole([self.key(name, leaf=leaf)], limit)[0]
+        if answer is None:
+            raise CheckpointNotFoundError("no such file", path=self.join(name), leaf=leaf)
+        if len(answer.data) > limit:  # it was read ahead within another limit
+            raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.join(name), leaf=leaf)
+        return answer.data
+
+    def read_end(self, name: str, size: int) -> bytes:
+        data = self.connection.end_of(self.key(name), size)
+        if data is None:
+            raise CheckpointNotFoundError("no such file", path=self.join(name))
+        return data
+
+    def file(self, name: str, *, leaf: str | None = None) -> RemoteFile:
+        return self._file(self.key(name, leaf=leaf), name, leaf)
+
+    def _file(self, key: str, name: str, leaf: str | None = None) -> RemoteFile:
+        found = self.connection.stat([key])[0]
+        if found is None:
+            path = self.connection.url(key)
+            if (refusal := self.connection.refused.get(key)) is not None:
+                raise remote_error(refusal, "reading its status", path=path, leaf=leaf) from refusal
+            raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
+        return RemoteFile(self.connection, key, name, found.version, self._state)
+
+    def require_open(self) -> None:
+        self._state.require_open()
+
+    def close(self) -> None:
+        self._state.closed = True
+
+    # -- announcements
+
+    def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
+        parent, slash, _ = self._key.rpartition("/")
+        parents = [f"{parent}{slash}{name}" for name in beside] if self._key else []
+        self.connection.stat([*parents, *map(self.key, names)])
+
+    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
+        self.connection.whole([self.key(name) for name in names], limit, may_be_larger=False)
+
+    # -- what TensorStore reads by itself
+
+    def kvstore(self, name: str) -> dict[str, Any] | Values:
+        # If processes share an opening, our own requests can be shared, and TensorStore's cannot.
+        kvstore = self.connection.scheme.kvstore
+        if kvstore is None or self.connection.transcript is not None:
+            return DirectoryValues(self.connection, self.key(name))
+        spec = kvstore(self.connection.base)
+        return {**spec, "path": spec["path"] + self.key(name)}
+
+    def entries(self, name: str) -> dict[str, bool]:
+        """Returns nothing: a list names every chunk below."""
+        return {}
+
+    def require_plain(self, name: str, *, leaf: str | None = None) -> None:
+        """Does nothing: a store has no links."""
+
+    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> RemoteSnapshot:
+        return RemoteSnapshot(self, metadata, leaf)
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        path, name = self.locate(directory, leaf=leaf), f"{directory}/{metadata}"
+        files = self.snapshot([directory], name, leaf=leaf)
+        data = self.read_whole(name, limit=limit, leaf=leaf)
+        return ArrayDirectory(path, path, self.kvstore(directory), data, files)
+
+    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
+        check()
+
+    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
+        return None
+
+    def note_array(self, array: Any) -> None:
+        """Does nothing: processes that share an opening share the requests."""
+
+
+class RemoteSnapshot(Snapshot):
+    """Snapshot by the version of a metadata file.
+
+    It stands for the files that it describes.
+
+    The chunks have versions, too, but TensorStore reads them by itself, and a look at each would double the
+    requests. A writer that changes chunks and leaves the metadata as it was is not noticed.
+    """
+
+    def __init__(self, store: RemoteFiles, name: str, leaf: str | None):
+        """Stats the file.
+
+        Raises:
+          CheckpointNotFoundError: it is not there.
+        """
+        self.clock = store.connection.clock
+        self._connection = store.connection
+        transcript = self._connection.transcript
+        self._is_received = transcript is not None and transcript.is_received
+        self.is_for_all = transcript is not None and not transcript.is_received
+        self._key = store.key(name, leaf=leaf)
+        self._stat = self._connection.stat([self._key])[0]
+        self._lock = threading.Lock()
+        self._checked_in: weakref.ref[object] | None = None
+        if self._stat is None:
+            raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
+
+    def are_stored(self, names: Sequence[str]) -> list[bool]:
+        directory = "".join(self._key.rpartition("/")[:2])
+        return [found is not None for found in self._connection.stat_again([directory + name for name in names])]
+
+    def was_checked(self, execution: object) -> bool:
+        checked = self._checked_in
+        return checked is not None and checked() is execution
+
+    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+        if self._is_received:
+            return  # the process that opened the checkpoint compares it, once for all
+        with self._lock:
+            if self.was_checked(execution):
+                return
+            found = self._connection.stat_again([self._key])[0]
+            if found is None or (self._stat is not None and not self._stat.version.is_followed_by(found.version)):
+                what = "vanished" if found is None else "changed"
+                raise CheckpointGoneError(
+                    f"{what} after the checkpoint was opened", path=self._connection.url(self._key), leaf=leaf
+                )
+            self._checked_in = weakref.ref(execution)

@@ -1,0 +1,165 @@
+"""Proves that a directory tree holds only plain files.
+
+Afterwards a library reads it that would follow links and wait on FIFOs.
+
+TensorStore opens any file of a name: through a symlink to anywhere, and a FIFO until somebody writes. So the
+names below a checkpoint are checked first. One listing per directory; nothing is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
+from orbax_t5x.files.interface import Snapshot
+from orbax_t5x.files.paths import Root, io_error
+
+
+def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:
+    """Lists a directory by name; a missing directory has vanished."""
+    try:
+        with os.scandir(path) as entries:
+            return {entry.name: entry for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointGoneError("the directory vanished while it was listed", path=path, leaf=leaf) from None
+    except OSError as error:
+        raise io_error(error, "listing it", path=path, leaf=leaf) from error
+
+
+def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
+    """Checks everything under a directory inside the root.
+
+    At any depth it holds plain files, and links that stay inside.
+    """
+    for _ in _plain_files(root, name, leaf):
+        pass
+
+
+def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """Yields each directory under a name with its plain files.
+
+    It yields the path relative to the root, and the files by name, each proven plain.
+
+    The listing is enough for files and directories: only symlinks are statted. The order depends only on names.
+    """
+    pending = [name]
+    seen: set[str] = set()
+    while pending:
+        directory = pending.pop()
+        prefix = f"{directory}/" if directory else ""
+        found = list_directory(root.join(directory) if directory else root.path, leaf=leaf)
+        files: list[os.DirEntry[str]] = []
+        for entry_name in sorted(found):
+            entry = found[entry_name]
+            if entry.is_file(follow_symlinks=False):
+                files.append(entry)
+            elif entry.is_dir(follow_symlinks=False):
+                pending.append(prefix + entry_name)
+            elif not entry.is_symlink():
+                raise CorruptCheckpointError("not a regular file", path=entry.path, leaf=leaf)
+            else:
+                target = root.locate(prefix + entry_name, leaf=leaf)
+                if not os.path.isdir(target):
+                    root.stat(prefix + entry_name, leaf=leaf)
+                    files.append(entry)
+                elif target not in seen:
+                    seen.add(target)
+                    pending.append(os.path.relpath(target, root.path))
+        yield directory, files
+
+
+class TreeSnapshot(Snapshot):
+    """Record of plain files, to recognise them before reading.
+
+    They are under some names of a checkpoint.
+
+    A library that opens files by itself keeps none of them open for us, so each execution stats them once: the
+    same names, and for each the same size, modification time and inode. What changes after that stat, while the library
+    reads, is not noticed here. Kept is one digest, however many files there are.
+    """
+
+    is_for_all = False
+
+    def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):
+        """Stats files and directories by names.
+
+        The names are relative to the root ("": the root); errors as `check_tree`.
+        """
+        self.clock = None
+        self._root = root
+        self._names = tuple(names)
+        self._lock = threading.Lock()
+        self._checked_in: weakref.ref[object] | None = None
+        self._seen = self._first_look(leaf)
+
+    @property
+    def _path(self) -> str:
+        return self._root.join(self._names[0]) if self._names[0] else self._root.path
+
+    def are_stored(self, names: Sequence[str]) -> list[bool]:
+        return [os.path.lexists(os.path.join(self._path, name)) for name in names]
+
+    def was_checked(self, execution: object) -> bool:
+        checked = self._checked_in
+        return checked is not None and checked() is execution
+
+    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+        """Stats the files once in each execution, and compares; blocks."""
+        with self._lock:
+            if self.was_checked(execution):
+                return
+            self._compare(self._look(leaf), leaf)
+            self._checked_in = weakref.ref(execution)
+
+    def _compare(self, found: object, leaf: str | None) -> None:
+        """Compares the files with those seen at first.
+
+        Raises:
+          CheckpointGoneError: they differ.
+        """
+        if found != self._seen:
+            raise CheckpointGoneError("changed after the checkpoint was opened", path=self._path, leaf=leaf)
+
+    def _first_look(self, leaf: str | None) -> object:
+        return self._look(leaf)
+
+    def _look(self, leaf: str | None) -> object:
+        """Stats every file once and returns a digest."""
+        digest = hashlib.blake2b(digest_size=16)
+        for found in self._found(leaf):
+            digest.update(repr(found).encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def _found(self, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
+        """Yields the files of each directory, as `_identities`; errors are typed."""
+        for name in self._names:
+            try:
+                yield from self._identities(name, leaf)
+            except OSError as error:
+                if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
+                    raise
+                path = self._root.join(name)
+                if isinstance(error, FileNotFoundError):
+                    raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
+                raise io_error(error, "reading its status", path=path, leaf=leaf) from error
+
+    def _identities(self, name: str, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
+        """Yields the directories of a name with their files' identities.
+
+        An identity is name, size, modification time and inode.
+        """
+        found = os.lstat(self._root.join(name) if name else self._root.path)
+        if stat.S_ISLNK(found.st_mode):
+            found = os.stat(self._root.locate(name, leaf=leaf))
+        if not stat.S_ISDIR(found.st_mode):
+            found = self._root.stat(name, leaf=leaf)
+            yield name, [("", found.st_size, found.st_mtime_ns, found.st_ino)]
+            return
+        for directory, files in _plain_files(self._root, name, leaf):
+            # Every chunk of every array passes here: no object is made per file but this tuple.
+            yield directory, [(entry.name, (at := entry.stat()).st_size, at.st_mtime_ns, at.st_ino) for entry in files]
