@@ -44,20 +44,14 @@ class Crc:
     """
 
     def __init__(self, name: str, polynomial: int, extend: Callable[[int, Any], int]):
-        """Holds a polynomial (bits reflected) and its crc function.
-
-        The function extends a crc by contiguous bytes.
-        """
+        """Holds a polynomial (bits reflected) and its crc function."""
         self.name: str = name
         self._polynomial = polynomial
         self.extend: Callable[[int, Any], int] = extend
         self._table_of = functools.lru_cache(maxsize=1 << 10)(self._make_table)
 
     def move(self, crc: int, distance: int) -> int:
-        """Moves a part's checksum over the `distance` bytes after it.
-
-        The result is its contribution to the checksum of the whole.
-        """
+        """Moves a part's checksum over the `distance` bytes after it."""
         tables = self._table_lists
         k = 0
         while distance:
@@ -86,10 +80,7 @@ class Crc:
         return self.combine_spread(_apply(self._table_of(stride), crcs[0::2]) ^ crcs[1::2], 2 * stride)
 
     def combine(self, crcs: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> int:
-        """Returns the checksum of a concatenation of ranges.
-
-        Each range is given by its checksum and length in bytes.
-        """
+        """Returns the checksum of a concatenation of ranges."""
         if len(crcs) != len(lengths):
             raise ValueError(f"{len(crcs)} checksums for {len(lengths)} lengths")
         if len(crcs) <= _FEW_PARTS:
@@ -130,10 +121,7 @@ class Crc:
         return moved
 
     def _make_table(self, distance: int) -> np.ndarray:
-        """Returns the matrix that moves a checksum by this many bytes.
-
-        It is in four tables of 256.
-        """
+        """Returns the matrix that moves a checksum by this many bytes."""
         places = np.arange(256, dtype=np.uint32)[None, :] << np.array([[0], [8], [16], [24]], np.uint32)
         if not distance:
             return places

@@ -20,10 +20,7 @@ class Descriptor:
     __slots__ = ("_numbers",)
 
     def __init__(self, path: str | os.PathLike[str], flags: int, *, directory: int | None = None):
-        """Opens a path as `os.open` does, with its errors.
-
-        The path is relative to the descriptor `directory`.
-        """
+        """Opens a path as `os.open` does, with its errors."""
         self._numbers: list[int] = []
         self._numbers.extend(map(functools.partial(os.open, mode=0o666, dir_fd=directory), (path,), (flags,)))
 
@@ -33,10 +30,7 @@ class Descriptor:
         return self._numbers[0]
 
     def close(self, _close: Callable[[int], None] = os.close) -> None:
-        """Closes the descriptor.
-
-        It may be called again, and by the interpreter at its end, when `os` is gone.
-        """
+        """Closes the descriptor."""
         list(map(_close, map(self._numbers.pop, (-1,) * len(self._numbers))))
 
     def __del__(self) -> None:

@@ -38,10 +38,7 @@ _KINDS = {
 
 
 def error_as_data(error: BaseException) -> list[Any] | None:
-    """Encodes an error as JSON data, or None if it is local.
-
-    A local error is raised on its own process only.
-    """
+    """Encodes an error as JSON data, or None if it is local."""
     name = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), None)
     if not isinstance(error, CheckpointError) or name is None:
         return None
@@ -60,10 +57,7 @@ def error_from_data(data: Sequence[Any], suffix: str = "") -> CheckpointError:
 
 
 def _fix_as_data(way: Fix) -> list[Any]:
-    """Encodes a fix without alternatives as JSON data.
-
-    Words, scope and keyword arguments; a value to choose is [].
-    """
+    """Encodes a fix without alternatives as JSON data."""
     arguments = {name: [] if value is ... else [value] for name, value in way.arguments.items()}
     if way.transforms or not all(isinstance(value, str | bool) for given in arguments.values() for value in given):
         return [way.text, "program", {}]

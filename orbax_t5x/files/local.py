@@ -70,10 +70,7 @@ class File:
         self.size: int = found.st_size
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Fills buffers in order with the bytes from `offset` on.
-
-        They are contiguous, of any dtype.
-        """
+        """Fills buffers in order with the bytes from `offset` on."""
         if is_held(self) and fill_held(self, offset, buffers):
             self.require_open()
             return
@@ -104,12 +101,7 @@ class File:
         return self
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """Proves that the file is unchanged since the opening.
-
-        It is to be called after reading.
-
-        It costs one `fstat`. A file that is the same then was the same before.
-        """
+        """Proves that the file is unchanged since the opening."""
         if is_held(self):
             return
         fd = self._files.acquire(self, leaf)
@@ -404,10 +396,7 @@ class LocalFiles(Root, Files):
             return file.open(leaf)
 
     def _close_idle(self, keep: int) -> None:
-        """Closes the files unused for longest.
-
-        At most `keep` stay open, or only files in use.
-        """
+        """Closes the files unused for longest."""
         idle = [name for name in self._open if name not in self._users]
         for name in idle[: max(0, len(self._open) - keep)]:
             self._open.pop(name).close()
@@ -480,10 +469,7 @@ def _file_kvstore(path: str) -> dict[str, Any]:
 
 
 def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
-    """Reads a regular file in an open directory, or returns None.
-
-    None for anything else, and on failure.
-    """
+    """Reads a regular file in an open directory, or returns None."""
     try:
         fd = os.open(name, FILE_FLAGS, dir_fd=directory)
         try:

@@ -32,10 +32,7 @@ HUGE_PAGE_BYTES = 1 << 22
 
 
 def most_memory_bytes() -> int:
-    """Returns the most memory that this process can have.
-
-    It is the least of physical memory, the control groups' limits and the room that RLIMIT_AS leaves.
-    """
+    """Returns the most memory that this process can have."""
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits = [_PHYSICAL_BYTES, *_cgroup_limits()]
     if address_space != resource.RLIM_INFINITY:
@@ -44,10 +41,7 @@ def most_memory_bytes() -> int:
 
 
 def address_space_bytes() -> int:
-    """Returns the address space that this process has taken.
-
-    0: the system does not report it.
-    """
+    """Returns the address space that this process has taken."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
     except OSError:
@@ -64,10 +58,7 @@ def _cgroup_limits() -> tuple[int, ...]:
 
 
 def cgroup_limits(groups: str, mount: Path) -> Iterator[int]:
-    """Yields the memory limits of control groups and their ancestors.
-
-    The groups are lines of `/proc/self/cgroup`.
-    """
+    """Yields the memory limits of control groups and their ancestors."""
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -85,10 +76,7 @@ def cgroup_limits(groups: str, mount: Path) -> Iterator[int]:
 
 
 def _read_limit(file: Path) -> int | None:
-    """Reads the number in a file, or None.
-
-    None also for the word `max`.
-    """
+    """Reads the number in a file, or None."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -96,19 +84,13 @@ def _read_limit(file: Path) -> int | None:
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Refuses an allocation beyond this process's memory.
-
-    The caller names file and leaf.
-    """
+    """Refuses an allocation beyond this process's memory."""
     if nbytes > UNCHECKED_BYTES and nbytes > (most := most_memory_bytes()):
         raise LimitExceededError(f"{what} takes {nbytes} bytes, and this process can have {most}")
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Allocates an array of a shape that a file claims.
-
-    It is uninitialised. The caller names file and leaf.
-    """
+    """Allocates an array of a shape that a file claims."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > UNCHECKED_BYTES:
         require_memory(nbytes, _array_text(shape, dtype))
@@ -137,8 +119,6 @@ def strided(array: np.ndarray, shape: Sequence[int], strides: Sequence[int], *, 
 def _use_small_pages(array: np.ndarray) -> None:
     """Undoes NumPy's request for huge pages.
 
-    Nothing was written to the array yet.
-
     They save a tenth where memory is at hand. On virtual machines whose host gives memory as it is touched, and where
     the kernel has to make room for them first, they cost several times what small pages do. With the variable
     NUMPY_MADVISE_HUGEPAGE set NumPy's way stays, whichever it is then.
@@ -153,10 +133,7 @@ def _use_small_pages(array: np.ndarray) -> None:
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """Returns the system's `madvise`, or None.
-
-    None also if it knows no huge pages.
-    """
+    """Returns the system's `madvise`, or None."""
     if not hasattr(mmap, "MADV_NOHUGEPAGE"):
         return None
     madvise = ctypes.CDLL(None).madvise

@@ -54,10 +54,7 @@ _KINDS = {
 
 
 def url_scheme(path: str) -> str | None:
-    """Returns a URL's scheme (`gs`, `s3`, `https`), or None.
-
-    It is in lower case; None for a local path.
-    """
+    """Returns a URL's scheme (`gs`, `s3`, `https`), or None."""
     match = _URL.match(path)
     return match["scheme"].lower() if match else None
 
@@ -189,14 +186,7 @@ class Root:
             walker.close()
 
     def open(self, name: str, *, leaf: str | None = None) -> tuple[Descriptor, os.stat_result]:
-        """Opens a regular file for reading, without blocking.
-
-        Raises:
-          CheckpointNotFoundError: there is none.
-          UnsafeCheckpointError: the name or a symlink leads out of the root.
-          CorruptCheckpointError: it is a directory, a FIFO, a socket or a device, or a dangling or circular symlink.
-          CheckpointIOError: the operating system failed.
-        """
+        """Opens a regular file for reading, without blocking."""
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
@@ -206,10 +196,7 @@ class Root:
             return opened, found
 
     def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
-        """Returns the stat of the file that `open` would open.
-
-        Its errors are the same.
-        """
+        """Returns the stat of the file that `open` would open."""
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
@@ -218,10 +205,7 @@ class Root:
             return found
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
-        """Returns the resolved path of an existing name in the root.
-
-        A name of a file or directory; errors as `open`.
-        """
+        """Returns the resolved path of an existing name in the root."""
         with self._walk(name, leaf) as (directory, last, path):
             if last is not None:
                 os.stat(last, dir_fd=directory, follow_symlinks=False)
@@ -313,10 +297,7 @@ class _PathWalker:
             self._pending.extend(reversed(target.split("/")))
 
     def _hub_blob(self, target: str) -> tuple[str, list[str]] | None:
-        """Returns directory and name of a blob of the hub's cache.
-
-        A snapshot links to it, and nothing follows the link.
-        """
+        """Returns directory and name of a blob of the hub's cache."""
         blob, snapshot = _HUB_BLOB.fullmatch(target), _HUB_SNAPSHOT.fullmatch(self._root.path)
         if blob and snapshot and blob["cache"] == snapshot["cache"] and not self._pending:
             return blob["cache"] + "/blobs", [blob["blob"]]

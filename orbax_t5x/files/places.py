@@ -54,10 +54,7 @@ class Opening:
         self.connections: dict[str, Any] = {}
 
     def close_idle(self) -> None:
-        """Closes the connections that no request uses.
-
-        Reading opens new connections.
-        """
+        """Closes the connections that no request uses."""
         for connection in self.connections.values():
             connection.close_idle()
 
@@ -77,10 +74,7 @@ def current_recorder() -> Recorder | None:
 
 
 def answered(request: Sequence[Any], ask: Callable[[], _Result]) -> _Result:
-    """Asks a question that belongs to no files yet.
-
-    Such as for the commit of a repository; see `Transcript.answer`.
-    """
+    """Asks a question that belongs to no files yet."""
     recorder = current_recorder()
     return ask() if recorder is None else recorder.transcript.answer(request, ask)
 
@@ -98,8 +92,6 @@ def recording(recorder: Recorder) -> Generator[None, None, None]:
 @contextmanager
 def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
     """Shares connections during a call.
-
-    It keeps one per server and bucket, which caches its responses, while it is entered.
 
     An opening inside another is the same.
     """
@@ -120,13 +112,7 @@ def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
 
 
 def files_at(path: str) -> Files:
-    """Makes the files of a directory or file, local or remote.
-
-    It looks at nothing local yet.
-
-    Raises:
-      UnsupportedCheckpointError: no store is behind the URL.
-    """
+    """Makes the files of a directory or file, local or remote."""
     if url_scheme(path) is not None:
         return _remote_files(path)
     recorder = _RECORDER.get()
@@ -134,10 +120,7 @@ def files_at(path: str) -> Files:
 
 
 def open_directory_of(path: str) -> tuple[Files, str]:
-    """Makes the files of a named file's directory.
-
-    The file's symlink is followed; its name is returned, too.
-    """
+    """Makes the files of a named file's directory."""
     file = files_at(path)
     directory, name = os.path.split(file.path if file.is_link() else file.named)
     return files_at(directory), name

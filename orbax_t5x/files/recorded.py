@@ -52,10 +52,7 @@ class TranscriptRecorder:
 
 @contextmanager
 def using(transcript: Transcript) -> Generator[None, None, None]:
-    """Records or replays the answers of an opening.
-
-    It replays those of a received transcript.
-    """
+    """Records or replays the answers of an opening."""
     try:
         with recording(TranscriptRecorder(transcript)):
             yield

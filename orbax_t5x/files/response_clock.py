@@ -31,10 +31,7 @@ class ResponseClock:
 
     @property
     def is_near(self) -> bool:
-        """True if some response came at once.
-
-        Requests then wait for processors, and not for the way.
-        """
+        """True if some response came at once."""
         return self._quickest < _NEAR_SECS
 
     def seconds_left(self, begun: float) -> float:

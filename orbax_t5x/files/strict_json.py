@@ -37,8 +37,6 @@ def parsed_bytes(data: bytes) -> int:
 def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str, Any]:
     """Parses all of `data` as a JSON object without duplicate keys.
 
-    `path` is for errors.
-
     `allow_nan` accepts `NaN` and infinities, which Python's writers produce for metrics. Data of so many small parts
     that parsing takes many times its bytes is not parsed.
     """

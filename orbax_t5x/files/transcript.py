@@ -47,10 +47,7 @@ class Viewpoint(NamedTuple):
     opener: int
 
     def difference(self, what: str, here: object, there: object) -> tuple[str, Fix]:
-        """Words the error of a file that differs on this process.
-
-        Returns the message and the fix.
-        """
+        """Words the error of a file that differs on this process."""
         message = (
             f"differs between processes: {what} is {here} on process {self.process}, and {there} on process "
             f"{self.opener}, which opened the checkpoint for all"
@@ -102,20 +99,7 @@ class Transcript:
         pack: Callable[[_Result], Any] = _same,
         unpack: Callable[[Any], _Result] = _same,
     ) -> _Result:
-        """Returns the result of `ask`, or its received result.
-
-        That is the result on the process that opened the checkpoint.
-
-        Args:
-          request: names the question; plain values.
-          ask: asks the store.
-          pack: makes what JSON holds of the result; bytes stay bytes.
-          unpack: the inverse.
-
-        Raises:
-          CheckpointError: as `ask`, here or there. After an error that cannot be sent (`error_as_data`) each process
-            asks the store.
-        """
+        """Returns the result of `ask`, or its received result."""
         key = tuple(request)
         if (found := self.find(key)) is not None:
             kind, value = found.value
@@ -138,10 +122,7 @@ class Transcript:
         return result
 
     def encode(self) -> bytes | None:
-        """Encodes all answers as bytes.
-
-        None: they are too many to be shared.
-        """
+        """Encodes all answers as bytes."""
         if self._nbytes > MOST_TRANSCRIPT_BYTES:
             return None
         table = [[request, answer.value, len(answer.data)] for request, answer in self._answers.items()]
@@ -152,11 +133,7 @@ class Transcript:
 
     @classmethod
     def decode(cls, whole: bytes, viewpoint: Viewpoint) -> Transcript:
-        """Parses bytes of `encode`.
-
-        Raises:
-          CheckpointIOError: they are damaged.
-        """
+        """Parses bytes of `encode`."""
         made = cls(viewpoint)
         try:
             stop = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")

@@ -32,18 +32,13 @@ def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEnt
 
 
 def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
-    """Checks everything under a directory inside the root.
-
-    At any depth it holds plain files, and links that stay inside.
-    """
+    """Checks everything under a directory inside the root."""
     for _ in _plain_files(root, name, leaf):
         pass
 
 
 def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
     """Yields each directory under a name with its plain files.
-
-    It yields the path relative to the root, and the files by name, each proven plain.
 
     The listing is enough for files and directories: only symlinks are statted. The order depends only on names.
     """
@@ -86,10 +81,7 @@ class TreeSnapshot(Snapshot):
     is_for_all = False
 
     def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):
-        """Stats files and directories by names.
-
-        The names are relative to the root ("": the root); errors as `check_tree`.
-        """
+        """Stats files and directories by names."""
         self.clock = None
         self._root = root
         self._names = tuple(names)
@@ -117,11 +109,7 @@ class TreeSnapshot(Snapshot):
             self._checked_in = weakref.ref(execution)
 
     def _compare(self, found: object, leaf: str | None) -> None:
-        """Compares the files with those seen at first.
-
-        Raises:
-          CheckpointGoneError: they differ.
-        """
+        """Compares the files with those seen at first."""
         if found != self._seen:
             raise CheckpointGoneError("changed after the checkpoint was opened", path=self._path, leaf=leaf)
 
@@ -149,10 +137,7 @@ class TreeSnapshot(Snapshot):
                 raise io_error(error, "reading its status", path=path, leaf=leaf) from error
 
     def _identities(self, name: str, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
-        """Yields the directories of a name with their files' identities.
-
-        An identity is name, size, modification time and inode.
-        """
+        """Yields the directories of a name with their files' identities."""
         found = os.lstat(self._root.join(name) if name else self._root.path)
         if stat.S_ISLNK(found.st_mode):
             found = os.stat(self._root.locate(name, leaf=leaf))

@@ -30,10 +30,7 @@ class BoundedRange(NamedTuple):
 
     @classmethod
     def rest(cls, start: int, most: int) -> BoundedRange:
-        """Makes the range from a byte to the end.
-
-        It has at most `most` bytes.
-        """
+        """Makes the range from a byte to the end."""
         return cls(start, None, most)
 
     @classmethod
@@ -53,10 +50,7 @@ class BoundedRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of requested bytes.
-
-        If the end is not known, it is the bound plus 1.
-        """
+        """The number of requested bytes."""
         if self.start < 0:
             return -self.start
         return self.most + 1 if self.stop is None else self.stop - self.start

@@ -43,10 +43,7 @@ class FileWindow(NamedTuple):
 
 
 def windows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[FileWindow]:
-    """Joins ranges (start, stop) with small gaps.
-
-    They come in any order; a window is longer only for a longer range.
-    """
+    """Joins ranges (start, stop) with small gaps."""
     window: FileWindow | None = None
     for number in sorted(range(len(ranges)), key=ranges.__getitem__):
         start, stop = ranges[number]
@@ -64,10 +61,7 @@ def windows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[FileWindow]:
 def read_windows(
     file: StoredFile, windows: Iterable[FileWindow], *, leaf: str | None = None
 ) -> Iterator[tuple[FileWindow, np.ndarray]]:
-    """Reads windows of a file in order.
-
-    The bytes of each are valid until the next is read.
-    """
+    """Reads windows of a file in order."""
     windows = list(windows)
     buffer = np.empty(max([window.size for window in windows], default=0), np.uint8)
     ahead = file.ahead((window.start, window.size) for window in windows)
@@ -79,10 +73,7 @@ def read_windows(
 
 @contextmanager
 def holding(file: object, start: int, data: np.ndarray) -> Generator[None, None, None]:
-    """Serves this thread's reads of a file from held bytes.
-
-    They begin at `start`.
-    """
+    """Serves this thread's reads of a file from held bytes."""
     _thread.held = file, start, data
     try:
         yield
@@ -91,10 +82,7 @@ def holding(file: object, start: int, data: np.ndarray) -> Generator[None, None,
 
 
 def is_held(file: object) -> bool:
-    """Tests if this thread holds a window of a file.
-
-    Its holder proves the file unchanged.
-    """
+    """Tests if this thread holds a window of a file."""
     held = getattr(_thread, "held", None)
     return held is not None and held[0] is file
 
@@ -109,10 +97,7 @@ def held_bytes(file: object, offset: int, size: int) -> np.ndarray | None:
 
 
 def fill_held(file: object, offset: int, buffers: Sequence[np.ndarray]) -> bool:
-    """Fills buffers from a window that this thread holds.
-
-    Returns False if it lacks some of the bytes.
-    """
+    """Fills buffers from a window that this thread holds."""
     data = held_bytes(file, offset, sum([buffer.nbytes for buffer in buffers]))
     if data is None:
         return False

@@ -35,10 +35,7 @@ class ArrayLayout(NamedTuple):
 
 
 def _cell(sizes: Sequence[int | None], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a grid's cells.
-
-    A dimension without a size of its own is not cut.
-    """
+    """Returns the shape of a grid's cells."""
     if all(sizes):
         return cast("tuple[int, ...]", tuple(sizes))
     return tuple([max(1, size or whole) for size, whole in zip(sizes, shape, strict=True)])

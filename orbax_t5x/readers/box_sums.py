@@ -82,10 +82,7 @@ def array_crc(array: np.ndarray, crc: int = 0) -> int:
 
 
 def sums_of(reads: Sequence[Request], sums: BoxSums) -> Iterator[ChecksummedRange]:
-    """Yields the checksums of filled buffers.
-
-    They are of ranges of the concatenated boxes of an array.
-    """
+    """Yields the checksums of filled buffers."""
     met: dict[int, list[Request]] = {}
     for read in reads:
         for number in sums.overlapping(read.box):
@@ -123,10 +120,7 @@ def compare_box_sums(ranges: Sequence[ChecksummedRange], sums: BoxSums) -> Compa
 
 
 def row_boxes(box: Box, itemsize: int, limit: int, rows: int = 1) -> Iterator[Box]:
-    """Cuts a box along axis 0 into boxes of bounded size.
-
-    Cuts are at multiples of `rows`; a box has at most `limit` bytes.
-    """
+    """Cuts a box along axis 0 into boxes of bounded size."""
     if not box:
         yield box
         return
@@ -173,10 +167,7 @@ def _joined_crc(box: Box, reads: Sequence[Request]) -> int:
 
 
 def _small_boxes(box: Box, itemsize: int) -> Iterator[Box]:
-    """Splits a box into boxes of at most `_BLOCK_BYTES`.
-
-    They are in row-major order.
-    """
+    """Splits a box into boxes of at most `_BLOCK_BYTES`."""
     for axis in range(len(box)):
         row_bytes = math.prod([stop - start for start, stop in box[axis + 1 :]]) * itemsize
         if row_bytes <= _BLOCK_BYTES:
@@ -189,10 +180,7 @@ def _small_boxes(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def _run_sums(common: Box, box: Box, read: Request, base: int) -> Iterator[ChecksummedRange]:
-    """Yields the checksums of a box's byte ranges within another.
-
-    In row-major order.
-    """
+    """Yields the checksums of a box's byte ranges within another."""
     # From `axis` on it is one range; along the dimension before it, one range for each index.
     axis = len(box) - 1
     while axis > 0 and common[axis] == box[axis]:

@@ -16,10 +16,7 @@ _MAX_BOXES = 4096
 
 
 def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
-    """Cuts a box at the borders of chunks.
-
-    Of very many chunks, the chunks along the last dimensions stay together.
-    """
+    """Cuts a box at the borders of chunks."""
     cuts: list[list[tuple[int, int]]] = [[side] for side in box]
     count = 1
     for dimension, (side, size) in enumerate(zip(box, chunks, strict=False)):

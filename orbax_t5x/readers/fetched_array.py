@@ -39,19 +39,12 @@ SHARD_ENTRY_BYTES = 16
 
 
 def most_encoded(nbytes: int) -> int:
-    """Returns the most bytes that a codec makes of a chunk.
-
-    It adds headers, and little to data that it cannot compress.
-    """
+    """Returns the most bytes that a codec makes of a chunk."""
     return nbytes + nbytes // 32 + (1 << 16)
 
 
 def only_chunk(shard: bytes, sharding: Mapping[str, Any]) -> bytes:
-    """Returns the only chunk of a shard.
-
-    Raises:
-      ValueError: the shard is damaged, or has no chunk.
-    """
+    """Returns the only chunk of a shard."""
     size = _index_bytes(1, sharding)
     offset, length = _parse_index(shard[-size:] if _is_last(sharding) else shard[:size], 1, sharding)[0].tolist()
     if offset + length > len(shard):
@@ -68,11 +61,7 @@ def _index_bytes(chunks: int, sharding: Mapping[str, Any]) -> int:
 
 
 def _parse_index(data: bytes, chunks: int, sharding: Mapping[str, Any]) -> np.ndarray:
-    """Parses offset and size of each chunk of a shard.
-
-    Raises:
-      ValueError: the index is damaged.
-    """
+    """Parses offset and size of each chunk of a shard."""
     nbytes = SHARD_ENTRY_BYTES * chunks
     numbers, crc = data[:nbytes], data[nbytes:]
     if len(data) != _index_bytes(chunks, sharding) or (
@@ -106,20 +95,7 @@ class FetchedArray:
         leaf: str,
         limits: Limits,
     ):
-        """Opens the array, reading its metadata if they are not given.
-
-        Args:
-          values: hold it.
-          name: of its directory, or "".
-          context: of the checkpoint.
-          zarr3, absent_is_fill: see `array_spec`.
-          metadata: as TensorStore takes them, or None.
-          leaf: for errors.
-          limits: on the metadata.
-
-        Raises:
-          CheckpointError, ValueError, NotImplementedError: it cannot be opened.
-        """
+        """Opens the array, reading its metadata if they are not given."""
         self._values = values
         self._prefix = f"{name}/" if name else ""
         self._users: Counter[str] = Counter()
@@ -151,13 +127,7 @@ class FetchedArray:
         self.array: ts.TensorStore = array
 
     def begin_chunk(self, requests: Sequence[Request], context: ReadContext) -> ChunkRead:
-        """Fetches a chunk and begins to read boxes inside it.
-
-        Fetching blocks.
-
-        Raises:
-          CheckpointError: it cannot be fetched; one that is not there is for TensorStore to find.
-        """
+        """Fetches a chunk and begins to read boxes inside it."""
         index = tuple([low // size for (low, _), size in zip(requests[0].box, self.layout.chunk, strict=True)])
         most = most_encoded(self.chunk_bytes)
         key = self.keys.key(index)
@@ -174,10 +144,7 @@ class FetchedArray:
         return ChunkRead(self, key, writes)
 
     def hold(self, key: str, data: bytes | None) -> None:
-        """Holds a chunk in memory for reads of `array`.
-
-        Several threads may hold the same chunk. `drop` must follow.
-        """
+        """Holds a chunk in memory for reads of `array`."""
         with self._lock:
             self._users[key] += 1
             if data is not None:
@@ -193,10 +160,7 @@ class FetchedArray:
 
     @property
     def names(self) -> Callable[[], Awaitable[list[str]]] | None:
-        """The lister of all names stored with the array, or None.
-
-        None: the server has no list.
-        """
+        """The lister of all names stored with the array, or None."""
         values = self._values
         if not isinstance(values, OcdbtValues):
             return None
@@ -205,11 +169,7 @@ class FetchedArray:
     # -- shards
 
     def _only_sharding(self, leaf: str) -> dict[str, Any]:
-        """Returns the settings of Orbax's kind of sharding codec.
-
-        Raises:
-          UnsupportedCheckpointError: it is another.
-        """
+        """Returns the settings of Orbax's kind of sharding codec."""
         codecs = self.metadata["codecs"]
         settings = codecs[0].get("configuration", {})
         index_codecs = settings.get("index_codecs", ())
@@ -254,10 +214,7 @@ class FetchedArray:
     def _read_index(
         self, key: str, sides: Sequence[int], sharding: Mapping[str, Any], context: ReadContext
     ) -> np.ndarray | None:
-        """Reads the offset and size of each of a shard's chunks.
-
-        None: there is no such shard.
-        """
+        """Reads the offset and size of each of a shard's chunks."""
         size, is_last = _index_bytes(math.prod(sides), sharding), _is_last(sharding)
         data = self._values.read(key, BoundedRange.last(size) if is_last else BoundedRange.between(0, size), context)
         if data is None:

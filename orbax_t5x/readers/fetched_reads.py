@@ -28,19 +28,7 @@ _PENDING_BYTES = 1 << 16
 async def read_fetched(
     array: FetchedArray, requests: Sequence[Request], leaf: str, decoding: Budget, *, is_near: bool
 ) -> None:
-    """Reads boxes of an array, a chunk at a time per thread.
-
-    Args:
-      array: whose chunks are fetched.
-      requests: the boxes, and the buffers that get them.
-      leaf: for errors.
-      decoding: memory for chunks.
-      is_near: whether the server answers at once.
-
-    Raises:
-      CheckpointError: a chunk cannot be fetched.
-      Exception: what TensorStore raised.
-    """
+    """Reads boxes of an array, a chunk at a time per thread."""
     chunks = _Chunks(array, requests, leaf)
 
     async def threads() -> AsyncIterator[Coroutine[Any, Any, None]]:

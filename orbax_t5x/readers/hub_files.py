@@ -35,10 +35,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def read_config(root: Files, limits: Limits) -> Mapping[str, Any]:
-    """Reads the model's configuration, or why it cannot be read.
-
-    The arrays do not need it.
-    """
+    """Reads the model's configuration, or why it cannot be read."""
     try:
         root.read_ahead([_CONFIG], limit=limits.json_bytes)
         if not root.exists(_CONFIG):
@@ -52,10 +49,7 @@ def read_config(root: Files, limits: Limits) -> Mapping[str, Any]:
 
 
 def trainer_step(directory: str) -> int | None:
-    """Parses the step in a Hugging Face trainer's directory name.
-
-    None for another name.
-    """
+    """Parses the step in a Hugging Face trainer's directory name."""
     match = _STEP_NAME.fullmatch(os.path.basename(directory))
     return int(match["step"]) if match else None
 
@@ -99,10 +93,7 @@ class ModelFiles(abc.ABC):
         self._metadata.update(read_config(store, self._limits))
 
     def add_index(self, index: str) -> None:
-        """Adds all files that an index names.
-
-        Each is proven to hold the leaves that the index assigns to it.
-        """
+        """Adds all files that an index names."""
         path = self._root.join(index)
         file_of = self._read_index(index, path)
         for name in sorted(set(file_of.values())):
@@ -133,19 +124,13 @@ class ModelFiles(abc.ABC):
         )
 
     def _claim(self, leaf: str, file: str) -> None:
-        """Records a leaf's file.
-
-        Two files with the same leaf are refused.
-        """
+        """Records a leaf's file."""
         if (first := self._file_of.setdefault(leaf, file)) != file:
             message = f"is in {first!r} and in {file!r}; open one of them by its path"
             raise CorruptCheckpointError(message, path=self._root.path, leaf=leaf)
 
     def _read_index(self, index: str, path: str) -> Mapping[str, str]:
-        """Reads an index into file names by leaf.
-
-        The files are in the index's own directory.
-        """
+        """Reads an index into file names by leaf."""
         data = self._root.read_whole(index, limit=self._limits.index_bytes)
         refuse_lfs_pointer(data, path)
         parsed = parse_object(data, path)

@@ -64,13 +64,7 @@ class OcdbtValues(Values):
     """The values of a database."""
 
     def __init__(self, files: Values, limits: Limits, open_file: Callable[[str], StoredFile]):
-        """Reads the manifest and the root node.
-
-        `open_file` opens a file of the database.
-
-        Raises:
-          CheckpointError: they cannot be read.
-        """
+        """Reads the manifest and the root node."""
         self.path: str = files.path
         self._files = files
         self._open_file = open_file
@@ -152,11 +146,7 @@ class OcdbtValues(Values):
         return None
 
     def names(self, prefix: str) -> list[str]:
-        """Lists the keys that begin with a prefix, without it.
-
-        Raises:
-          CheckpointError: a node cannot be read.
-        """
+        """Lists the keys that begin with a prefix, without it."""
         start = prefix.encode()
         found: list[bytes] = []
         pending = [] if self._root is None else [(self._root, self._height, b"")]
@@ -214,13 +204,7 @@ class OcdbtValues(Values):
             raise typed_error(error, path=self.path, leaf=None, doing=_DOING, is_remote=True) from error
 
     def _location(self, text: str) -> ValueLocation:
-        """Parses a location: kind, file's base and name, offset, size.
-
-        It is TensorStore's text.
-
-        Raises:
-          UnsafeCheckpointError: the name is not that of a file below the database, in its shortest form.
-        """
+        """Parses a location: kind, file's base and name, offset, size."""
         _, base, name, offset, size = text.split(":")
         file = urllib.parse.unquote(base) + urllib.parse.unquote(name)
         if "/".join(split_name(file, path=self.path)) != file:

@@ -35,16 +35,7 @@ class NewestOfRoot(NamedTuple):
 
 
 def newest_of_root(probe: PathProbe) -> NewestOfRoot | None:
-    """Finds a directory's step: its own or the newest of a root.
-
-    Its subfolders tell.
-
-    Returns:
-      The checkpoint; None if there is none, or the store lists nothing, or not to this user.
-
-    Raises:
-      UnsupportedCheckpointError: the steps are of two formats, or two are the newest.
-    """
+    """Finds a directory's step: its own or the newest of a root."""
     files = files_at(probe.path)
     if not files.can_list:
         return _newest_file(probe)
@@ -70,10 +61,7 @@ def _newest_file(probe: PathProbe) -> NewestOfRoot | None:
 
 
 def _require_one_format(probe: PathProbe, found: Subdirectories, newest: str) -> None:
-    """Proves that the steps of a root are of one format.
-
-    In each, it looks for a single file.
-    """
+    """Proves that the steps of a root are of one format."""
     if has_step_files(probe, found):
         of_orbax = {_owner_of_step(newest): repr(os.path.basename(newest))}
         raise two_owners(of_orbax | {"flax_msgpack": "files of steps"}, probe.path)

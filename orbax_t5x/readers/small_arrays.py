@@ -89,11 +89,7 @@ class ArrayKind(NamedTuple):
         return self.layout.chunk or self.layout.shape
 
     def decoded(self, values: Sequence[bytes]) -> np.ndarray:
-        """Decodes chunks, stacked.
-
-        Raises:
-          ValueError: one has another size, or cannot be decompressed.
-        """
+        """Decodes chunks, stacked."""
         size = math.prod(self.chunk_shape) * self.layout.dtype.itemsize
         memory = np.empty((len(values), size), np.uint8)
         if self.shard is not None:
@@ -117,10 +113,7 @@ class ArrayKind(NamedTuple):
 
 
 def _content_size(frame: bytes) -> int | None:
-    """Returns the size that a zstd frame declares, or None.
-
-    None for a frame of several segments.
-    """
+    """Returns the size that a zstd frame declares, or None."""
     if frame[:4] != _ZSTD_MAGIC or len(frame) < 6 or frame[4] & 0x23 != _ONE_SEGMENT:
         return None
     width = 1 << (frame[4] >> 6)
@@ -128,10 +121,7 @@ def _content_size(frame: bytes) -> int | None:
 
 
 def _codecs(metadata: Mapping[str, Any]) -> list[str] | None:
-    """Returns the codecs of row-major, little-endian elements.
-
-    None for another order.
-    """
+    """Returns the codecs of row-major, little-endian elements."""
     if metadata.get("zarr_format") == 2:
         is_plain = metadata["order"] == "C" and metadata["filters"] is None and isinstance(metadata["dtype"], str)
         compressor = metadata["compressor"]
@@ -167,20 +157,14 @@ class SmallArrays:
     """Finder of the small arrays of a database."""
 
     def __init__(self, values: OcdbtValues, open_array: Callable[[str, str], FetchedArray], metadata: str):
-        """Takes the database, an array opener and the metadata's name.
-
-        The name is that of every array's metadata.
-        """
+        """Takes the database, an array opener and the metadata's name."""
         self._values = values
         self._open_array = open_array
         self._metadata = metadata
         self._kinds: dict[bytes, ArrayKind | None] = {}
 
     def find(self, name: str, leaf: str) -> SmallArray | None:
-        """Returns an array, or None.
-
-        None: TensorStore is to read it, or to find its fault.
-        """
+        """Returns an array, or None."""
         prefix = f"{name}/" if name else ""
         opened = partial(self._open_array, name, leaf)
         try:
@@ -195,10 +179,7 @@ class SmallArrays:
             return None
 
     def _placed(self, kind: ArrayKind, prefix: str, opened: Callable[[], FetchedArray]) -> SmallArray | None:
-        """Returns the array with a key prefix, or None.
-
-        None: a chunk is absent, too long or far from the other chunks.
-        """
+        """Returns the array with a key prefix, or None."""
         most = most_encoded(math.prod(kind.chunk_shape) * kind.layout.dtype.itemsize + SHARD_ENTRY_BYTES)
         values: list[bytes | ValueLocation] = []
         beside: list[ValueLocation] = []
@@ -228,10 +209,7 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
     __slots__ = ("_small",)
 
     def __init__(self, name: str, path: str, small: SmallArray, flag: OpenFlag, **options: Any):
-        """Makes the leaf.
-
-        The options are `TensorStoreLeaf`'s.
-        """
+        """Makes the leaf."""
         super().__init__(name, path, UnopenedArray(small.layout, small.open), flag, **options)
         self._small = small
 

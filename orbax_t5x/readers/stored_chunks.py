@@ -49,14 +49,7 @@ class ChunkKeys(NamedTuple):
         return self.separator.join([self.prefix, *numbers] if self.prefix else numbers or ["0"])
 
     def indices(self, keys: Sequence[str], grid: Sequence[int]) -> np.ndarray:
-        """Returns the indices of chunk keys, sorted.
-
-        Other keys are passed over.
-
-        Args:
-          keys: of all that is stored with the array.
-          grid: how many chunks the array has in each dimension.
-        """
+        """Returns the indices of chunk keys, sorted."""
         found = {index for key in keys if (index := self._index(key, grid)) is not None}
         return np.array(sorted(found), np.int64).reshape(len(found), len(grid))
 
@@ -81,10 +74,7 @@ class StoredChunks:
     """
 
     def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...], files: Snapshot, most: int):
-        """Makes the chunks of an array.
-
-        `cell` is the shape that is stored under a key, `grid` counts such keys.
-        """
+        """Makes the chunks of an array."""
         self._cell = cell
         self._grid = grid
         self._files = files
@@ -94,18 +84,7 @@ class StoredChunks:
     async def find(
         self, keys: ChunkKeys, names: Callable[[], Awaitable[list[str]]] | None, boxes: Sequence[Box]
     ) -> np.ndarray:
-        """Returns the indices of stored chunks, sorted.
-
-        All chunks in boxes are among them, and maybe other chunks.
-
-        Args:
-          keys: of the array.
-          names: lists all that is stored with it; None where there is no list.
-          boxes: of the read.
-
-        Raises:
-          LimitExceededError: without file and leaf; the boxes have more than `most` chunks in a store without a list.
-        """
+        """Returns the indices of stored chunks, sorted."""
         if self._listed is not None:
             return self._listed
         if names is not None:
@@ -124,17 +103,7 @@ class StoredChunks:
         return itertools.product(*[range(low, high) for low, high in chunk_indices(box, self._cell)])
 
     def fill(self, requests: Sequence[Request], stored: np.ndarray, value: np.ndarray) -> tuple[list[Request], int]:
-        """Fills the uncovered rest of a mostly empty box.
-
-        Args:
-          requests: of one read, no two of one box.
-          stored: from `find`.
-          value: to fill with.
-
-        Returns:
-          The requests that are left to read, whose number of chunks is at most twice that of the stored ones in them,
-          and how many chunks of the boxes are absent.
-        """
+        """Fills the uncovered rest of a mostly empty box."""
         left: list[Request] = []
         used = np.zeros(len(stored), np.bool_)
         for request in requests:

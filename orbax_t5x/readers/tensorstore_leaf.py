@@ -90,13 +90,7 @@ class TensorStoreLeaf(Leaf):
         files: Snapshot,
         limits: Limits,
     ):
-        """Makes the leaf of an array; called by readers.
-
-        The array is open for reading, or is opened on the first read; `layout` is its own, where known. `sums` are the
-        checksums that the checkpoint keeps of it, or why they cannot be used; those of another shape or dtype cannot.
-        With `absent_is_fill` a chunk that is not stored holds the fill value. `inline_bytes` as for `Leaf`. `files` are
-        as they were before the array was opened.
-        """
+        """Makes the leaf of an array; called by readers."""
         self.name: str = name
         self.path: str = path
         layout = layout or layout_of(array)
@@ -147,10 +141,7 @@ class TensorStoreLeaf(Leaf):
         return array.array if isinstance(array, FetchedArray) else array
 
     def _opened(self) -> ts.TensorStore | FetchedArray:
-        """Returns the array, opened at the first call.
-
-        Two threads that both open it do no harm.
-        """
+        """Returns the array, opened at the first call."""
         array = self._array
         if array is None:
             assert self._open_array is not None
@@ -237,10 +228,7 @@ class TensorStoreLeaf(Leaf):
             stats.add_range(self, one)
 
     async def _fill(self, requests: Sequence[Request], chunks: StoredChunks, stats: ReadStats) -> Sequence[Request]:
-        """Fills boxes of mostly absent chunks; returns the rest.
-
-        The rest is left to read.
-        """
+        """Fills boxes of mostly absent chunks; returns the rest."""
         array, decoder = self._opened(), self._decoder()
         names = array.names if isinstance(array, FetchedArray) else self._names_of(decoder)
         keys = array.keys if isinstance(array, FetchedArray) else ChunkKeys.of(decoder)
@@ -255,10 +243,7 @@ class TensorStoreLeaf(Leaf):
         return left
 
     def _names_of(self, array: ts.TensorStore) -> Callable[[], Awaitable[list[str]]] | None:
-        """Returns a lister of the array's stored names, or None.
-
-        None in a bucket: listing would cost too much.
-        """
+        """Returns a lister of the array's stored names, or None."""
         kvstore = array.kvstore
         assert kvstore is not None
         if self._files.clock is not None and kvstore.spec().to_json()["driver"] != "ocdbt":
@@ -340,10 +325,7 @@ class TensorStoreLeaf(Leaf):
             write.commit.result()
 
     async def _end(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
-        """Waits for tasks, of a remote store as long as responses arrive.
-
-        A write that is given up keeps its box of the buffer alive until its request has ended.
-        """
+        """Waits for tasks, of a remote store as long as responses arrive."""
         clock, begun = self._files.clock, time.monotonic()
         waiting = set(tasks)
         try:
@@ -397,10 +379,7 @@ class _BoxChecksums(Checksums):
         return crc
 
     def _damage(self, mismatch: Mismatch) -> CheckpointError:
-        """Returns the error of a wrong checksum.
-
-        The files changed while they were read, or the data are damaged.
-        """
+        """Returns the error of a wrong checksum."""
         leaf = self._leaf
         try:
             self._files.check_unchanged(ReadStats(), leaf=leaf.name)

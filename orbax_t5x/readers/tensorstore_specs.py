@@ -20,10 +20,7 @@ _OCDBT_CACHE_BYTES = 100_000_000
 
 
 def make_context() -> ts.Context:
-    """Makes a checkpoint's context.
-
-    It has no cache of chunks, a small cache of OCDBT nodes, and few threads.
-    """
+    """Makes a checkpoint's context."""
     return ts.Context(
         {
             "file_io_concurrency": {"limit": FILE_IO_CONCURRENCY},
@@ -37,13 +34,7 @@ def make_context() -> ts.Context:
 def array_spec(
     directory: Mapping[str, Any], name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False
 ) -> dict[str, Any]:
-    """Makes the spec of an array.
-
-    `directory` is that of `Files.kvstore`.
-
-    The name is the array's key prefix in an OCDBT database, or the path of its directory. With `absent_is_fill`, a
-    chunk that is not there stands for the fill value.
-    """
+    """Makes the spec of an array."""
     inner = f"{name}/" if name else ""
     if ocdbt:
         kvstore = {**_database(directory), "path": inner}
@@ -59,10 +50,7 @@ def array_spec(
 
 
 def _below(directory: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the spec of a name below a directory.
-
-    The root of a bucket has no slash at its front.
-    """
+    """Returns the spec of a name below a directory."""
     path = directory["path"]
     slash = "" if not path or path.endswith("/") else "/"
     return {**directory, "path": f"{path}{slash}{name}"}
@@ -73,10 +61,7 @@ def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:
-    """Reads the manifest and the root node of an OCDBT database.
-
-    Every array of it needs them.
-    """
+    """Reads the manifest and the root node of an OCDBT database."""
     spec = {**_database(directory), "path": ""}
     try:
         ts.KvStore.open(spec, context=context).result().read("/").result()

@@ -36,9 +36,6 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box], max_steps: int) -
     """Checks that boxes inside an array tile it.
 
     The work is at most `max_steps`.
-
-    The boxes' edges cut the array into a grid. Writers cut evenly, so that each box is a cell and one look at the boxes
-    is enough; else the cells are looked at.
     """
     edges = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
     cells = math.prod(len(marks) - 1 for marks in edges)

@@ -14,12 +14,7 @@ from orbax_t5x.readers.formats import open_checkpoint
 def open_together(
     path: str | os.PathLike[str], *, format: str | None = None, item: str | None = None, limits: Limits | None = None
 ) -> Checkpoint:
-    """Opens a checkpoint as `open_checkpoint` does, once per job.
-
-    Of several processes, a single process reads the metadata for all.
-
-    Processes for which a relative path, or one with `~`, is another directory open it each for itself.
-    """
+    """Opens a checkpoint as `open_checkpoint` does, once per job."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
         return open_checkpoint(path, format=format, item=item, limits=limits)

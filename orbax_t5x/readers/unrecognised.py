@@ -59,10 +59,7 @@ def missing_error(path: str, text: str) -> CheckpointError:
 
 
 def _missing_remotely(url: str, message: str) -> CheckpointError:
-    """Makes the same error for a URL.
-
-    On a web server a directory without a checkpoint's files looks like nothing.
-    """
+    """Makes the same error for a URL."""
     if files_at(url).can_list or os.path.splitext(url)[1] in _FILE_SUFFIXES:
         return CheckpointNotFoundError(message, path=url)
     return UnsupportedCheckpointError(
@@ -80,10 +77,7 @@ def _existing(directory: str) -> str:
 
 
 def _close_names(directory: str, name: str) -> list[str]:
-    """Finds names in a directory close to a missing name.
-
-    Bundles count by their prefix.
-    """
+    """Finds names in a directory close to a missing name."""
     names = {entry.removesuffix(".index") for entry in probe_path(directory).names if not _SHARD.fullmatch(entry)}
     return difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE)
 

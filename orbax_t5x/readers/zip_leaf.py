@@ -38,15 +38,7 @@ class ZipLeaf(RangeLeaf):
         swap: bool = False,
         head: bytes = b"",
     ):
-        """Describes the array.
-
-        Args:
-          name: of the leaf.
-          archive, member: that hold it.
-          offset: of its first element in the member, in bytes.
-          shape, strides, dtype, swap: see `StridedRange`.
-          head: the first bytes of the member, where opening read them.
-        """
+        """Describes the array."""
         super().__init__(name, archive.file, shape, dtype)
         stored = member_bytes(archive, member, name)
         self._archive, self._name = archive, member

@@ -92,10 +92,7 @@ class Archive:
         return data
 
     def start_of(self, name: str) -> int:
-        """Returns the first byte of a stored member.
-
-        Its local header is compared with the directory.
-        """
+        """Returns the first byte of a stored member."""
         member = self.members[name]
         if member.method != STORED:
             raise self.corrupt(f"the member {name!r} is compressed, and can only be read whole")
@@ -110,10 +107,7 @@ class Archive:
         return FileExtent(self.file, start, self._stops[start])
 
     def read_heads(self, size: int) -> dict[str, bytes]:
-        """Reads the first bytes of each member.
-
-        The local header is among them; small members are read together.
-        """
+        """Reads the first bytes of each member."""
         names = list(self.members)
         starts = [member.header for member in self.members.values()]
         ranges = [(start, min(start + size, self._stops[start])) for start in starts]
@@ -135,10 +129,7 @@ class Archive:
         return self._read(offset, size)
 
     def local_start(self, name: str, data: bytes = b"") -> int:
-        """Returns the first byte of a member, compressed or not.
-
-        `data` are the member's first bytes, if they are read.
-        """
+        """Returns the first byte of a member, compressed or not."""
         member = self.members[name]
         head = self.near(member.header, _LOCAL.size + len(member.name), member.header, data)
         magic, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
@@ -252,10 +243,7 @@ class Archive:
             self.members = {name: member._replace(crc=None) for name, member in self.members.items()}
 
     def _check_extents(self, stop: int) -> None:
-        """Proves that the members fill the file without overlap.
-
-        They begin with the file and end before the directory.
-        """
+        """Proves that the members fill the file without overlap."""
         reached = 0
         members = sorted(self.members.values())
         self._stops = dict(itertools.pairwise([*(member.header for member in members), stop]))
@@ -290,10 +278,7 @@ class Archive:
 
 
 def member_bytes(archive: Archive, name: str, leaf: str) -> DeferredExtents:
-    """Returns the bytes of a stored member.
-
-    They are found when they are first read; `leaf` is for errors.
-    """
+    """Returns the bytes of a stored member."""
 
     def find() -> JoinedExtents:
         try:

@@ -54,12 +54,7 @@ class HubPath(NamedTuple):
 
 
 def parse_hub_path(path: str) -> HubPath:
-    """Parses a path.
-
-    Raises:
-      UnsupportedCheckpointError: it is no such path.
-      UnsafeCheckpointError: the file's name leads upwards.
-    """
+    """Parses a path."""
     match = _PATH.fullmatch(path)
     if match is None:
         raise UnsupportedCheckpointError("a path on the hub is hf://org/name, hf://org/name@revision/file", path=path)
@@ -82,20 +77,14 @@ def _package() -> Any:
 
 
 def is_silence(error: Exception) -> bool:
-    """Tests if the hub did not answer.
-
-    There is no network, or its use is off (`HF_HUB_OFFLINE`).
-    """
+    """Tests if the hub did not answer."""
     modules = [(sys.modules[name], kinds) for name, kinds in _SILENCE.items() if name in sys.modules]
     known = [getattr(module, kind) for module, kinds in modules for kind in kinds]
     return isinstance(error, (ConnectionError, TimeoutError, *known))
 
 
 def describe_repository(wanted: HubPath, timeout: float) -> Any:
-    """Asks the hub for a commit and its files.
-
-    Returns the package's `ModelInfo`, or raises its errors.
-    """
+    """Asks the hub for a commit and its files."""
     api = _package().HfApi(endpoint=hub_endpoint())
     return api.repo_info(wanted.repository, revision=wanted.revision, files_metadata=True, timeout=timeout)
 
@@ -121,19 +110,7 @@ def is_cached(repository: str, commit: str, file: str) -> bool:
 
 
 def download(path: str, *, is_offline: bool = False) -> str:
-    """Downloads the files that the hub's cache lacks.
-
-    Returns the local directory or file.
-
-    Args:
-      path: on the hub.
-      is_offline: whether all of them must be in the cache.
-
-    Raises:
-      UnsupportedCheckpointError: `huggingface_hub` is not installed, or the repository holds no format that is read.
-      CheckpointNotFoundError: there is no such repository, revision or file.
-      CheckpointIOError: the hub failed.
-    """
+    """Downloads the files that the hub's cache lacks."""
     wanted = parse_hub_path(path)
     if wanted.file:
         snapshot = Path(_snapshot(path, wanted, _patterns_of(wanted.file), is_offline))
@@ -154,20 +131,14 @@ def download(path: str, *, is_offline: bool = False) -> str:
 
 
 def download_files(path: str, names: Sequence[str]) -> str:
-    """Downloads the files that a directory on the hub has.
-
-    As `download`; returns the local directory.
-    """
+    """Downloads the files that a directory on the hub has."""
     wanted = parse_hub_path(path)
     below = f"{wanted.file}/" if wanted.file else ""
     return os.path.join(_snapshot(path, wanted, [below + name for name in names]), wanted.file)
 
 
 def _patterns_of(file: str) -> list[str]:
-    """Returns patterns of a file and the files that belong to it.
-
-    They are its configuration and, for an index, the files that it names; or all of a directory.
-    """
+    """Returns patterns of a file and the files that belong to it."""
     directory = f"{file.rpartition('/')[0]}/" if "/" in file else ""
     patterns = [file, f"{file}/*", f"{directory}{_CONFIG}"]
     if file.endswith(_INDEX_SUFFIX):
@@ -176,10 +147,7 @@ def _patterns_of(file: str) -> list[str]:
 
 
 def _shards_of(file: str) -> str:
-    """Returns the pattern of a split file's parts.
-
-    The names are Hugging Face's.
-    """
+    """Returns the pattern of a split file's parts."""
     stem, suffix = os.path.splitext(file)
     return f"{stem}-*{suffix}"
 
@@ -197,10 +165,7 @@ def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str], is_offline: b
 
 @contextlib.contextmanager
 def typed_hub_errors(path: str) -> Generator[None, None, None]:
-    """Types `huggingface_hub`'s errors about a path.
-
-    Errors that have a type are raised about it.
-    """
+    """Types `huggingface_hub`'s errors about a path."""
     try:
         errors = _package().errors
     except ImportError as error:
@@ -224,10 +189,7 @@ def typed_hub_errors(path: str) -> Generator[None, None, None]:
 
 
 def commit_files(wanted: HubPath, parent: str, message: str, files: Mapping[str, Path], remove: Iterable[str]) -> str:
-    """Adds and removes a repository's files in a new commit.
-
-    It is on top of another commit; the new commit is returned.
-    """
+    """Adds and removes a repository's files in a new commit."""
     package = _package()
     operations = [package.CommitOperationAdd(name, str(file)) for name, file in sorted(files.items())]
     operations += [package.CommitOperationDelete(name, is_folder=False) for name in remove]
@@ -239,8 +201,6 @@ def commit_files(wanted: HubPath, parent: str, message: str, files: Mapping[str,
 
 def _first_line(error: BaseException, token: str | None) -> str:
     """Returns the first line of an error without the token.
-
-    A hub may send back the headers of a request.
 
     Errors are raised without this one as their cause, because a traceback prints all of it.
     """

@@ -36,12 +36,7 @@ def known_commit(base: str) -> Commit | None:
 
 
 def find_commit(wanted: HubPath) -> Commit:
-    """Asks the hub for the commit of a revision.
-
-    Raises:
-      CheckpointError: the hub refused, or its answer is none; or `huggingface_hub` is not installed.
-      ConnectionError: it does not answer, or is not to be asked (`HF_HUB_OFFLINE`).
-    """
+    """Asks the hub for the commit of a revision."""
     path = f"hf://{wanted.repository}"
     revision, found = answered(["commit", hub_endpoint(), *wanted[:2]], lambda: _ask(wanted, path))
     if revision is None:
@@ -52,10 +47,7 @@ def find_commit(wanted: HubPath) -> Commit:
 
 
 def _ask(wanted: HubPath, path: str) -> list[Any]:
-    """Returns a commit with its files' sizes, or None.
-
-    With None comes the reason why the hub does not answer.
-    """
+    """Returns a commit with its files' sizes, or None."""
     with typed_hub_errors(path):
         try:
             found = describe_repository(wanted, Limits().io_timeout_secs)

@@ -25,14 +25,9 @@ _CHUNKED = frozenset({"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "ch
 def locate(path: str) -> str:
     """Returns a URL for ranges, or the path of downloaded files.
 
-    The URL has the commit and the file.
-
     Files are downloaded whole where the hub does not list them or answers no ranges, where arrays are in chunks, and
     where they are in the hub's cache already. Without a network the cache is read, with a warning that names the
     commit.
-
-    Raises:
-      CheckpointError: as `download`.
     """
     wanted = parse_hub_path(path)
     try:
@@ -65,9 +60,6 @@ def _download(path: str, commit: Commit) -> str:
     """Does `download`.
 
     Its package takes an older commit from its cache if the hub fails.
-
-    Raises:
-      CheckpointGoneError: it is another commit than the hub has named.
     """
     found = download(path)
     there = parse_hub_path(shared_path(found)).revision
@@ -77,13 +69,7 @@ def _download(path: str, commit: Commit) -> str:
 
 
 def _locate_in_cache(path: str, wanted: HubPath, error: CheckpointError | ConnectionError) -> str:
-    """Returns the cached files of a revision.
-
-    They are of a commit, or of another revision if its hub does not answer.
-
-    Raises:
-      CheckpointError: the hub's, or the cache does not have them.
-    """
+    """Returns the cached files of a revision."""
     is_commit = wanted.revision is not None and _COMMIT_HASH.fullmatch(wanted.revision) is not None
     if isinstance(error, CheckpointError) and not is_commit:
         raise error_at(error, path=path, leaf=None) from None

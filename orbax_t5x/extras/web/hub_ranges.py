@@ -57,10 +57,7 @@ class HubFiles:
         return [name for name in self._sizes if name.startswith(prefix)]
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
-        """Implements `Transport.read`.
-
-        Answers from the list of files need no request.
-        """
+        """Implements `Transport.read`."""
         if key not in self._sizes:
             return _known(None)
         size = self._sizes[key]
@@ -77,13 +74,7 @@ class HubFiles:
         return WebRequest(functools.partial(self._attempt, key, wanted), self._clock, is_awaited=is_awaited)
 
     def takes_ranges(self, key: str) -> bool:
-        """Tests if the hub serves a single byte of a file.
-
-        It may send the whole file instead. It blocks.
-
-        Raises:
-          CheckpointError: it answers with neither.
-        """
+        """Tests if the hub serves a single byte of a file."""
         path = f"hf://{self._repository}@{self._commit.revision}/{key}"
         return answered(["takes ranges", path], lambda: self._takes_ranges(key, path))
 
@@ -122,17 +113,7 @@ class HubFiles:
         return f"{self._requests.endpoint}/{path}"
 
     def _read_answer(self, key: str, found: str | None, answer: HubResponse) -> Response | None:
-        """Checks a response against commit and request, reads its body.
-
-        Args:
-          key: of the file.
-          found: URL at which it was found before, or None.
-          answer: of the hub, or of the server to which it sent on.
-
-        Raises:
-          CheckpointGoneError: it is of another file.
-          Exception: as `read_answer`.
-        """
+        """Checks a response against commit and request, reads its body."""
         status = answer.response.status
         if status == 200:
             if self._sizes[key] is not None and answer.response.headers.get("content-length") != str(self._sizes[key]):
@@ -158,13 +139,7 @@ class HubFiles:
         return None if data is None else data._replace(version=NO_VERSION, file_bytes=size)
 
     def _compare(self, key: str, answer: HubResponse) -> None:
-        """Compares a server's claims about a file with earlier claims.
-
-        The server and the hub have made them.
-
-        Raises:
-          CheckpointGoneError: it is another.
-        """
+        """Compares a server's claims about a file with earlier claims."""
         headers, server = answer.response.headers, server_of(answer.url)
         if headers.get("x-repo-commit", self._commit.revision) != self._commit.revision:
             raise CheckpointGoneError("the hub answers with a file of another commit")

@@ -53,10 +53,7 @@ class HubRequests:
     """
 
     def __init__(self, clock: ResponseClock):
-        """Makes no request.
-
-        Raises ImportError without `huggingface_hub`.
-        """
+        """Makes no request."""
         self.endpoint: str = hub_endpoint()
         self._token = hub_token()
         self._clock = clock
@@ -71,18 +68,7 @@ class HubRequests:
         *,
         see: Callable[[HubResponse], None] = _ignore,
     ) -> _Result:
-        """Sends a request once, and follows redirects; like `WebServer.exchange`.
-
-        Args:
-          url: for the first request.
-          wanted: the bytes to request.
-          judge: reads the response that is no redirect.
-          request: that this is part of.
-          see: looks at each redirect.
-
-        Raises:
-          ValueError: a redirect leads nowhere, or there are too many.
-        """
+        """Sends a request once, and follows redirects; like `WebServer.exchange`."""
 
         def follow(response: WebResponse, wanted: BoundedRange) -> _Result | _Redirect:
             answer = HubResponse(url, response, wanted)
@@ -142,11 +128,7 @@ def _next_url(url: str, location: str | None) -> str:
 
 
 def server_of(url: str) -> str:
-    """Returns scheme, host and port of a URL.
-
-    Raises:
-      ValueError: there is no such port.
-    """
+    """Returns scheme, host and port of a URL."""
     parts = urllib.parse.urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     port = parts.port or _PORTS.get(parts.scheme)

@@ -15,11 +15,7 @@ from orbax_t5x.files.schemes import Scheme, StoreUrl, lower_scheme, split_url
 
 
 def _plain_url(url: str) -> str:
-    """Removes percent-encoding from the URL of a user.
-
-    Raises:
-      UnsupportedCheckpointError: it names no server, or has a query or a fragment.
-    """
+    """Removes percent-encoding from the URL of a user."""
     split_url(url)
     if "?" in url or "#" in url:
         raise UnsupportedCheckpointError(

@@ -23,23 +23,12 @@ PAGE_BYTES = 1 << 16
 
 
 def range_header(wanted: BoundedRange) -> str:
-    """Returns the header that asks for bytes.
-
-    It always names the last of them.
-    """
+    """Returns the header that asks for bytes."""
     return f"bytes={wanted.start}" if wanted.start < 0 else f"bytes={wanted.start}-{wanted.start + wanted.size - 1}"
 
 
 def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
-    """Checks a response against its request, then reads its body.
-
-    None: there is no such file.
-
-    Raises:
-      PassingError: another attempt may succeed.
-      ValueError: the server refused; the text begins with a status of absl.
-      CheckpointError: the response holds something else than what was asked for.
-    """
+    """Checks a response against its request, then reads its body."""
     status = response.status
     if status not in (200, 206):
         response.body(PAGE_BYTES)
@@ -74,23 +63,13 @@ def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
 
 
 def _check_size(size: int, wanted: BoundedRange) -> None:
-    """Refuses more bytes than there may be.
-
-    It does so before a body is read if the response names its file's size.
-    """
+    """Refuses more bytes than there may be."""
     if size > wanted.most:
         raise LimitExceededError(f"more bytes than the limit of {wanted.most} permits")
 
 
 def refusal(status: int) -> None:
-    """Returns None for a missing file; raises other refusals.
-
-    They are statuses without bytes.
-
-    Raises:
-      PassingError: another attempt may succeed.
-      ValueError: the server refused.
-    """
+    """Returns None for a missing file; raises other refusals."""
     if status in _MISSING:
         return
     if status in _PASSING:
@@ -116,12 +95,7 @@ class ContentRange(NamedTuple):
 
 
 def content_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
-    """Parses the range that a response announces.
-
-    Raises:
-      CheckpointIOError: it is none.
-      ValueError: there is no range.
-    """
+    """Parses the range that a response announces."""
     text = response.headers.get("content-range")
     if text is None:
         if response.headers.get("content-type", "").lower().startswith("multipart/"):
@@ -135,12 +109,7 @@ def content_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
 
 
 def _checked_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
-    """Returns the announced range, proven to be as requested.
-
-    Raises:
-      CheckpointIOError: it is not.
-      ValueError: there is no range, or the file ends before it does.
-    """
+    """Returns the announced range, proven to be as requested."""
     found = content_range(response, wanted)
     size = found.stop - found.start
     fits = found.start == wanted.start if wanted.start >= 0 else found.stop == found.known_end
@@ -160,13 +129,7 @@ def _another_range(response: WebResponse, wanted: BoundedRange) -> CheckpointIOE
 
 
 def _check_whole(data: bytes | None, wanted: BoundedRange) -> None:
-    """Checks the body of an answer with the whole file.
-
-    It is not of a range.
-
-    Raises:
-      ValueError: the requested bytes are not the whole file, or not of it.
-    """
+    """Checks the body of an answer with the whole file."""
     if wanted.start > 0 or (data is None and (wanted.start < 0 or wanted.stop is not None)):
         raise ValueError(f"UNKNOWN: the requested {range_header(wanted)} was ignored by server")
     if data is not None and wanted.stop is not None and len(data) < wanted.size:

@@ -102,13 +102,7 @@ class Route(NamedTuple):
 
 
 def find_route(base: str) -> Route:
-    """Returns the route to a server.
-
-    By the proxy that the environment names for it.
-
-    Raises:
-      ValueError: the URL names no server, or the proxy is of another protocol than http.
-    """
+    """Returns the route to a server."""
     url = urllib.parse.urlsplit(base)
     netloc = url.netloc.encode("idna").decode()
     settings: dict[str, Any] = {"num_pools": 1, "maxsize": 2 * REQUESTS_AT_ONCE}
@@ -133,11 +127,7 @@ def find_route(base: str) -> Route:
 
 
 def _parse_proxy(named: str) -> tuple[str, dict[str, str]]:
-    """Returns a proxy's URL without a login, and the login as headers.
-
-    Raises:
-      ValueError: it is of another protocol than http.
-    """
+    """Returns a proxy's URL without a login, and the login as headers."""
     proxy = urllib.parse.urlsplit(named if "://" in named else f"http://{named}")
     if proxy.scheme.lower() != "http":
         raise ValueError(

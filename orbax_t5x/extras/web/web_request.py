@@ -36,14 +36,7 @@ class WebRequest:
         retries: int = MAX_RETRIES,
         is_awaited: bool = False,
     ):
-        """Begins it.
-
-        Args:
-          attempt: sends it once.
-          clock: ends it.
-          retries: how often it is sent again.
-          is_awaited: whether it is sent by the thread that calls `result`.
-        """
+        """Begins it."""
         self._attempt = attempt
         self._clock = clock
         self._retries = retries
@@ -80,10 +73,7 @@ class WebRequest:
             raise ValueError(f"UNAVAILABLE: {self._failure}; tried for {limit}") from self._failure
 
     def result(self, timeout: float | None = None) -> Response | None:
-        """Implements `PendingResponse.result`.
-
-        A request that the caller sends is ended by the clock.
-        """
+        """Implements `PendingResponse.result`."""
         if self._future is None:
             return self._run()
         try:
@@ -109,11 +99,7 @@ class WebRequest:
     # -- for attempts
 
     def seconds_left(self) -> float:
-        """Returns the seconds for which the server may still be silent.
-
-        Raises:
-          OSError: the request was given up.
-        """
+        """Returns the seconds for which the server may still be silent."""
         if self._stopped.is_set():
             raise OSError("given up")
         return self._clock.seconds_left(self._begun)
@@ -150,10 +136,7 @@ _POOLS: dict[int, concurrent.futures.ThreadPoolExecutor] = {}
 
 
 def _request_pool() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns this process's threads for requests.
-
-    Nothing in them waits for another thread.
-    """
+    """Returns this process's threads for requests."""
     process = os.getpid()
     if process not in _POOLS:
         made = concurrent.futures.ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="orbax_t5x-request")

@@ -53,10 +53,7 @@ class _Input(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int | None:
-        """Reads some bytes into memory.
-
-        It reads nothing at the end.
-        """
+        """Reads some bytes into memory."""
         if self.is_ended:
             return 0
         if not self.left:
@@ -146,14 +143,7 @@ class WebResponse:
             received.read(1)  # its end leaves the connection to others
 
     def body(self, most: int) -> bytes | None:
-        """Reads the body, or returns None.
-
-        None: it has more bytes; no more than the bound are read.
-
-        Raises:
-          urllib3.exceptions.HTTPError: it was cut, or is no HTTP.
-          ValueError: it is encoded.
-        """
+        """Reads the body, or returns None."""
         encoding = self.headers.get("transfer-encoding", "chunked")
         if encoding.lower() != "chunked":
             raise ValueError(f"UNKNOWN: no HTTP: Transfer-Encoding: {encoding[:80]!r}")
@@ -175,9 +165,6 @@ class WebResponse:
         """Reads the body into memory of its size.
 
         False if another size is announced: nothing is read then.
-
-        Raises:
-          urllib3.exceptions.HTTPError: it was cut.
         """
         if self._received.length_remaining != len(into):
             return False
@@ -191,9 +178,6 @@ class WebResponse:
         return True
 
     def close(self) -> None:
-        """Closes the connection, unless it was left to other users.
-
-        A response that has ended as announced leaves it.
-        """
+        """Closes the connection, unless it was left to other users."""
         self._received.close()
         self._received.release_conn()

@@ -47,15 +47,7 @@ class WebServer:
     is_bounded: bool = True
 
     def __init__(self, base: str, clock: ResponseClock):
-        """Makes no request.
-
-        Args:
-          base: the URL of the server, without a path.
-          clock: ends requests.
-
-        Raises:
-          ValueError: the URL names no server, or its proxy cannot be asked.
-        """
+        """Makes no request."""
         self._clock = clock
         self._route = find_route(base)
         self._pool: urllib3.HTTPConnectionPool | None = None
@@ -77,21 +69,7 @@ class WebServer:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> _Result:
-        """Sends a request once, and returns `judge`'s result.
-
-        Args:
-          target: path and query, without the slash at the front.
-          wanted: the bytes to request.
-          judge: compares the response with what was wanted, and reads its body; the connection is kept only where that
-            ended as it was announced.
-          request: that this is part of.
-          headers: besides those of every request.
-
-        Raises:
-          PassingError: another attempt may succeed.
-          ValueError: none will.
-          CheckpointError: what `judge` raised.
-        """
+        """Sends a request once, and returns `judge`'s result."""
         ranges = {} if wanted.is_empty else {"Range": range_header(wanted)}
         response = None
         token = EXCHANGE.set(Exchange(request, wanted.size))
@@ -125,10 +103,7 @@ class WebServer:
                 response.close()
 
     def close_idle(self) -> None:
-        """Closes unused connections.
-
-        A connection with a request under way is closed once the request has ended.
-        """
+        """Closes unused connections."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -150,10 +125,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _plain_error(reason: BaseException) -> Exception:
-    """Converts a failure of a request or a response.
-
-    The result tells if another attempt may succeed.
-    """
+    """Converts a failure of a request or a response."""
     text = f"{type(reason).__name__}: {reason}"[:_TEXT_LENGTH]
     if isinstance(reason, ssl.SSLError) and not isinstance(reason, _BROKEN_TLS):
         return ValueError(f"UNKNOWN: {text}")

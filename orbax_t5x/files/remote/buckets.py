@@ -93,10 +93,7 @@ def _gs_kvstore(base: str) -> dict[str, Any]:
 
 
 def open_kvstore(base: str) -> ts.KvStore:
-    """Opens a bucket.
-
-    A ValueError if its name cannot be that of a bucket.
-    """
+    """Opens a bucket."""
     spec = (_s3_kvstore if base.startswith("s3://") else _gs_kvstore)(base)
     return ts.KvStore.open(spec, context=ts.Context(REQUEST_SETTINGS)).result()
 

@@ -66,10 +66,7 @@ class ReadAheadBudget:
         self._lock = threading.Lock()
 
     def take(self, size: int, *, needed: bool) -> bool:
-        """Takes bytes if they fit or are needed now.
-
-        Returns True if they may be requested.
-        """
+        """Takes bytes if they fit or are needed now."""
         with self._lock:
             if not needed and self._used + size > self._limit:
                 return False
@@ -132,14 +129,7 @@ class Connection:
         return PendingRead(key, self._server.read(key, wanted, is_awaited=is_awaited), time.monotonic())
 
     def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Response | None:
-        """Waits for the response to a request.
-
-        None: there is no such file.
-
-        Raises:
-          CheckpointError: the store failed or was silent for too long; the request is given up.
-          ValueError: the response was an error that `remote_error` has not typed.
-        """
+        """Waits for the response to a request."""
         path = self.url(request.key)
         while (left := self.clock.seconds_left(request.begun)) > 0:
             try:
@@ -164,10 +154,7 @@ class Connection:
     # -- several at once
 
     def stat(self, keys: Iterable[str]) -> list[FileStat | None]:
-        """Stats the keys in a batch, each once in an opening.
-
-        None for no file.
-        """
+        """Stats the keys in a batch, each once in an opening."""
         keys = list(keys)
         new = [key for key in dict.fromkeys(keys) if key not in self._stats]
         self._stats.update(zip(new, self.stat_again(new), strict=True))
@@ -185,10 +172,7 @@ class Connection:
         return None if answer is None else FileStat(answer.version)
 
     def has_file(self, key: str) -> bool:
-        """Tests if a key is a file.
-
-        A list of its directory is enough.
-        """
+        """Tests if a key is a file."""
         for directory, names in self._listed.items():
             if not directory or key.startswith(f"{directory}/"):
                 return key[len(directory) + 1 if directory else 0 :] in names
@@ -199,10 +183,7 @@ class Connection:
         return _end_all([self.begin(key, NO_BYTES) for key in keys], self._end_stat)
 
     def stat_small(self, keys: Sequence[str]) -> list[FileStat | None]:
-        """Stats files that will be read whole if they exist.
-
-        The same batch shows which files are small.
-        """
+        """Stats files that will be read whole if they exist."""
         new = [key for key in dict.fromkeys(keys) if key not in self._stats]
         probes = [self.begin(key, BoundedRange.between(_SMALL_BYTES, _SMALL_BYTES + 1)) for key in new]
         try:
@@ -213,10 +194,7 @@ class Connection:
         return stats
 
     def measure(self, key: str) -> bool:
-        """Tests if a key is a file.
-
-        Of a small file, the second request brings all bytes.
-        """
+        """Tests if a key is a file."""
         if key in self._stats:
             return self._stats[key] is not None
         request = self.begin(key, BoundedRange.between(_SMALL_BYTES, _SMALL_BYTES + 1))
@@ -235,25 +213,11 @@ class Connection:
         return answer is not None
 
     def whole_if_small(self, key: str) -> Response | None:
-        """Returns all bytes of a file found small, or None.
-
-        `stat_small` has found it.
-        """
+        """Returns all bytes of a file found small, or None."""
         return self.whole([key], _SMALL_BYTES)[0] if key in self._small else None
 
     def whole(self, keys: Sequence[str], limit: int, *, may_be_larger: bool = True) -> list[Response | None]:
-        """Reads all bytes of each file, or None.
-
-        None: there is no such file. A file of more than `limit` bytes is not read.
-
-        Args:
-          keys: of the files.
-          limit: of the bytes of each.
-          may_be_larger: False for files that the format bounds: of a larger one the request is refused, not avoided.
-
-        Raises:
-          LimitExceededError: a file is larger.
-        """
+        """Reads all bytes of each file, or None."""
         new = [key for key in dict.fromkeys(keys) if key not in self._wholes]
         # TensorStore bounds no response, and a response that is broken off costs a connection: of a file that is not
         # known to be small one byte beyond the limit is requested first. A bounded response names the file's size.
@@ -277,10 +241,7 @@ class Connection:
         return (key in self._small and limit >= _SMALL_BYTES) or (size is not None and size <= limit)
 
     def end_of(self, key: str, size: int) -> bytes | None:
-        """Reads the last `size` bytes of a file, or a shorter file.
-
-        None: there is no such file.
-        """
+        """Reads the last `size` bytes of a file, or a shorter file."""
         try:
             answer = self.end(self.begin(key, BoundedRange.last(size)), doing="reading its end")
         except ValueError as error:
@@ -325,11 +286,7 @@ class Connection:
         return _end_all(requests, self._has_bytes)
 
     def names_below(self, key: str) -> list[str]:
-        """Lists all files below a directory, at any depth, relative to it.
-
-        Raises:
-          UnsupportedCheckpointError: the protocol has no lists.
-        """
+        """Lists all files below a directory, at any depth, relative to it."""
         if not self.scheme.can_list:
             raise UnsupportedCheckpointError("web servers do not list their files", path=self.url(key))
         if key not in self._lists:
@@ -351,13 +308,7 @@ class Connection:
         return names
 
     def read(self, key: str, wanted: BoundedRange, context: ReadContext) -> bytes | None:
-        """Reads bytes of a file, or returns None.
-
-        None: there is no such file.
-
-        Raises:
-          CheckpointError: the store failed, or the file ends before the requested bytes.
-        """
+        """Reads bytes of a file, or returns None."""
         request = self.begin(key, wanted, is_awaited=True)
         try:
             with nullcontext() if context.group is None else context.group.holding(request.future):
@@ -387,10 +338,7 @@ class Connection:
 
 
 def _end_all(requests: Sequence[PendingRead], end: Callable[[PendingRead], _Result]) -> list[_Result]:
-    """Ends requests in their order.
-
-    The first failure gives up the rest of them.
-    """
+    """Ends requests in their order."""
     try:
         return [end(request) for request in requests]
     finally:
@@ -411,11 +359,7 @@ class RemoteLocation(NamedTuple):
 
 
 def connect(url: str) -> RemoteLocation:
-    """Returns the connection of this session and the key for a URL.
-
-    Raises:
-      UnsupportedCheckpointError: it is no URL of a store.
-    """
+    """Returns the connection of this session and the key for a URL."""
     scheme = scheme_of(url)
     if scheme is None:
         raise ValueError(f"{url!r} is no URL")

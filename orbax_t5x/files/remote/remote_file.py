@@ -172,10 +172,7 @@ class RemoteFile:
         return None if transcript is None else transcript.viewpoint
 
     def _drop(self) -> None:
-        """Forgets a small file that another process has read.
-
-        It may hold arrays, which this process reads itself.
-        """
+        """Forgets a small file that another process has read."""
         self._content = None
         self._reads_whole = True
 
@@ -244,10 +241,7 @@ class RemoteFile:
         return block
 
     def tail(self, size: int) -> bytes:
-        """Returns the last `size` bytes of a larger file.
-
-        Empty if the server does not serve them.
-        """
+        """Returns the last `size` bytes of a larger file."""
         try:
             answer = self._answer_inside(BoundedRange.last(size), None)
         except UnsupportedCheckpointError:
@@ -289,10 +283,7 @@ class RemoteFile:
         return data
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """Implements `StoredFile.check_unchanged`.
-
-        Every answer was compared when it came; bytes from memory need a new stat.
-        """
+        """Implements `StoredFile.check_unchanged`."""
         self._state.require_open()
         if self._content is not None and self._viewpoint is None and not is_held(self):
             self._proven(self._connection.stat_again([self._key])[0], leaf)
@@ -307,12 +298,7 @@ class RemoteFile:
         return self._connection.begin(self._key, wanted)
 
     def _answer(self, request: PendingRead, leaf: str | None) -> Response:
-        """Waits for the response to a request.
-
-        Raises:
-          CheckpointGoneError: it is of another file, or of none.
-          CheckpointError: the store failed, or the file ends before the requested bytes.
-        """
+        """Waits for the response to a request."""
         try:
             answer = self._proven(self._connection.end(request, doing="reading it", leaf=leaf), leaf)
         except ValueError as error:
@@ -327,11 +313,7 @@ class RemoteFile:
         return answer
 
     def _note_size(self, size: int | None, leaf: str | None) -> None:
-        """Holds the size that a response names.
-
-        Raises:
-          CheckpointGoneError: an earlier one named another.
-        """
+        """Holds the size that a response names."""
         if size is None:
             return
         if self._size is None:
@@ -346,10 +328,7 @@ class RemoteFile:
             )
 
     def _compare_sizes(self, leaf: str | None) -> None:
-        """Compares the size with that found by another process.
-
-        For a server without ETags.
-        """
+        """Compares the size with that found by another process."""
         viewpoint, there = self._viewpoint, self._size
         if viewpoint is None or there is None:
             return
@@ -362,10 +341,7 @@ class RemoteFile:
         return CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
 
     def _answer_inside(self, wanted: BoundedRange, leaf: str | None) -> Response | None:
-        """Does `_answer`, or returns None beyond the file's end.
-
-        None: the file ends before the requested bytes.
-        """
+        """Does `_answer`, or returns None beyond the file's end."""
         try:
             return self._answer(self._begin(wanted), leaf)
         except CorruptCheckpointError as error:
@@ -374,11 +350,7 @@ class RemoteFile:
             raise
 
     def _proven(self, answer: _Versioned | None, leaf: str | None) -> _Versioned:
-        """Returns a response, proven to be of the file that was opened.
-
-        Raises:
-          CheckpointGoneError: its version is another, or it has none and once had one.
-        """
+        """Returns a response, proven to be of the file that was opened."""
         viewpoint, here = self._viewpoint, None if answer is None else answer.version
         with self._version_lock:
             there = self._version
@@ -396,10 +368,7 @@ class RemoteFile:
 
 
 def _is_empty(answer: Response | FileStat) -> bool:
-    """Tests if an answer says that there are no bytes.
-
-    Such answers (416) have no marks.
-    """
+    """Tests if an answer says that there are no bytes."""
     return isinstance(answer, Response) and answer.version == NO_VERSION and not answer.data and not answer.is_in_place
 
 
@@ -420,10 +389,7 @@ class _PieceRequest(NamedTuple):
 
 
 def _pieces(ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]]) -> Iterator[_PieceRequest]:
-    """Yields the requests for ranges of (offset, size).
-
-    They carry the buffers of each range if these are known.
-    """
+    """Yields the requests for ranges of (offset, size)."""
     for (offset, size), buffers in zip(ranges, itertools.chain(into, itertools.repeat(())), strict=False):
         filled = [buffer for buffer in buffers if buffer.nbytes]
         memory = filled[0].reshape(-1).view(np.uint8).data if len(filled) == 1 else None

@@ -53,11 +53,7 @@ class RemoteFiles(Files):
     is_remote = True
 
     def __init__(self, url: str):
-        """Sends no request.
-
-        Raises:
-          UnsupportedCheckpointError: it is no URL of a store.
-        """
+        """Sends no request."""
         place = connect(url)
         self.connection = place.connection
         self.can_list = place.connection.scheme.can_list
@@ -71,11 +67,7 @@ class RemoteFiles(Files):
         return self.named
 
     def key(self, name: str, *, leaf: str | None = None) -> str:
-        """Returns the key of a name.
-
-        Raises:
-          UnsafeCheckpointError: it leads out of the root.
-        """
+        """Returns the key of a name."""
         parts = split_name(name, path=self.path, leaf=leaf) if name else []
         return "/".join([self._key, *parts] if self._key else parts)
 
@@ -115,10 +107,7 @@ class RemoteFiles(Files):
         return "directory" if self.can_list and self.connection.names_below(self._key) else "missing"
 
     def _is_page(self) -> bool:
-        """Tests if a web server may answer for a directory.
-
-        It answers with a page, under any name.
-        """
+        """Tests if a web server may answer for a directory."""
         if self.can_list or self._key.endswith(FILE_SUFFIXES):
             return False
         try:
@@ -127,10 +116,7 @@ class RemoteFiles(Files):
             return False
 
     def _known_names(self) -> list[str]:
-        """Returns the names of `KNOWN_NAMES` that exist.
-
-        The same requests stat the names that detection needs.
-        """
+        """Returns the names of `KNOWN_NAMES` that exist."""
         beside = [self._key, f"{self._key}.index"] if self._key else []
         stats = self.connection.stat_small([*map(self.key, KNOWN_NAMES), *beside])
         return [name for name, found in zip(KNOWN_NAMES, stats, strict=False) if found is not None]
@@ -284,11 +270,7 @@ class RemoteSnapshot(Snapshot):
     """
 
     def __init__(self, store: RemoteFiles, name: str, leaf: str | None):
-        """Stats the file.
-
-        Raises:
-          CheckpointNotFoundError: it is not there.
-        """
+        """Stats the file."""
         self.clock = store.connection.clock
         self._connection = store.connection
         transcript = self._connection.transcript

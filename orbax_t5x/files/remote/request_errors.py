@@ -53,22 +53,12 @@ def is_no_file(error: BaseException) -> bool:
 
 
 def is_ignored_range(error: BaseException) -> bool:
-    """Tests if a server sent bytes that were not requested.
-
-    They are of the same file.
-    """
+    """Tests if a server sent bytes that were not requested."""
     return _IGNORED_RANGE.search(_PAYLOADS.sub("", str(error))) is not None
 
 
 def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | None = None) -> CheckpointError:
-    """Makes the typed error of a failed request.
-
-    Args:
-      error: what TensorStore raised.
-      doing: what was being done.
-      path: the URL of the file.
-      leaf: the leaf concerned.
-    """
+    """Makes the typed error of a failed request."""
     text = _PAYLOADS.sub("", str(error))
     status = status_of(error)
     message = f"{doing}: {text[len(status) + 2 if status else 0 :]}"
@@ -89,10 +79,7 @@ def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | Non
 
 
 def typed_remote_error(error: BaseException, doing: str, *, path: str, leaf: str | None) -> CheckpointError:
-    """Makes the typed error of a failed read of an array.
-
-    A missing chunk or table is damage, in every store.
-    """
+    """Makes the typed error of a failed read of an array."""
     text = _PAYLOADS.sub("", str(error))
     status = status_of(error)
     message = f"{doing}: {text[len(status) + 2 if status else 0 :]}"

@@ -90,10 +90,7 @@ _NPY_HEADER = re.compile(
 
 
 def foreign_format(probe: PathProbe) -> ForeignFormat | None:
-    """Returns the foreign format of a path, or None if unknown.
-
-    What it is begins with the name of the file in a directory that says so.
-    """
+    """Returns the foreign format of a path, or None if unknown."""
     if probe.kind == "file":
         found = _foreign_file(probe)
         return found and found._replace(what=f"this is {found.what}")
@@ -130,10 +127,7 @@ def _is_longer_than_one_array(probe: PathProbe) -> bool:
 
 
 def _is_levanter(probe: PathProbe) -> bool:
-    """Tests if a directory is Levanter's.
-
-    It has a record of a step beside the arrays of a model.
-    """
+    """Tests if a directory is Levanter's."""
     return "metadata.json" in probe.names and bool({"model", "opt_state", "train_state"} & probe.names)
 
 

@@ -20,13 +20,7 @@ _SPECIAL = frozenset("*?[")
 
 
 def owner_of_file(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
-    """Returns the format of a file, or of a prefix of files.
-
-    A path such as a bundle's prefix is a name beside files.
-
-    Raises:
-      UnsupportedCheckpointError: two formats own it.
-    """
+    """Returns the format of a file, or of a prefix of files."""
     rows = list(formats)
     for stage in range(3):
         found = {
@@ -46,13 +40,7 @@ def _stage(mark: Mark) -> int:
 
 
 def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
-    """Returns the format that owns a directory by its files.
-
-    Hints do not count.
-
-    Raises:
-      UnsupportedCheckpointError: two formats own it.
-    """
+    """Returns the format that owns a directory by its files."""
     rows = list(formats)
     own = {row.name: name for row in rows for name in _marked(row, "own", probe)[:1]}
     if own:
@@ -77,13 +65,7 @@ def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | 
 
 
 def hinted_owner(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
-    """Returns the format of a directory by a hint.
-
-    The directory has neither marks nor steps.
-
-    Raises:
-      UnsupportedCheckpointError: two formats have a hint.
-    """
+    """Returns the format of a directory by a hint."""
     rows = list(formats)
     found = {row.name: name for row in rows for name in _marked(row, "hint", probe)[:1]}
     return _only(found, probe.path, rows) if found else None
@@ -123,10 +105,7 @@ def _fits_path(mark: Mark, probe: PathProbe) -> bool:
 
 
 def _marked(row: Format, weight: str, probe: PathProbe) -> list[str]:
-    """Returns the names in a directory with a format's mark, quoted.
-
-    They are those of the first mark of this weight that fits.
-    """
+    """Returns the names in a directory with a format's mark, quoted."""
     marks = (mark for mark in row.directory if mark.weight == weight)
     return next(([repr(name)] for mark in marks for name in _fitting(mark, probe)), [])
 
@@ -157,10 +136,7 @@ def _fits_bytes(mark: Mark, probe: PathProbe, directory: PathProbe | None) -> bo
 
 
 def _is_there(directory: PathProbe, path: str) -> bool:
-    """Tests if a file's path names a file below its directory.
-
-    An absolute path counts by its last name.
-    """
+    """Tests if a file's path names a file below its directory."""
     parts = path.split("/")[-1:] if path.startswith("/") else path.split("/")
     return ".." not in parts and directory.inside("/".join(parts)).kind == "file"
 
@@ -177,10 +153,7 @@ def _beside(template: str, name: str) -> str:
 
 
 def _named(pattern: str, names: frozenset[str]) -> list[str]:
-    """Lists the names that match a glob.
-
-    Names of many thousand arrays are compared in no time.
-    """
+    """Lists the names that match a glob."""
     kind, text = _plain_pattern(pattern)
     if kind == "name":
         return [text] if text in names else []
@@ -191,10 +164,7 @@ def _named(pattern: str, names: frozenset[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _plain_pattern(pattern: str) -> tuple[str, str]:
-    """Recognises globs of a single name or suffix.
-
-    Returns the name or the suffix, too.
-    """
+    """Recognises globs of a single name or suffix."""
     if not _SPECIAL & set(pattern):
         return "name", pattern
     is_suffix = pattern.startswith("*") and not _SPECIAL & set(pattern[1:])

@@ -45,19 +45,13 @@ class PathProbe:
 
     @functools.cached_property
     def tail(self) -> bytes:
-        """The last bytes of a file.
-
-        Of a remote file they take a request.
-        """
+        """The last bytes of a file."""
         if self.local_tail is not None or self.kind != "file":
             return self.local_tail or b""
         return files_at(self.path).look(head=0, tail=_TAIL_BYTES).tail
 
     def inside(self, name: str) -> PathProbe:
-        """Probes a name in this directory once.
-
-        Of anything but a file, it probes only the kind.
-        """
+        """Probes a name in this directory once."""
         if name not in self._probed:
             files = files_at(self.path)
             self._probed[name] = _probe(files, files.join(name), name)
@@ -70,18 +64,12 @@ def is_file(directory: str, name: str) -> bool:
 
 
 def subdirectories(directory: str) -> Subdirectories:
-    """Lists a directory.
-
-    Links in it are followed as far as they stay inside.
-    """
+    """Lists a directory."""
     return files_at(directory).subdirectories()
 
 
 def probe_path(path: str) -> PathProbe:
-    """Probes a path.
-
-    A refusal of the operating system or the store is a CheckpointIOError.
-    """
+    """Probes a path."""
     files = files_at(path)
     return _probe(files, files.named, "")
 
@@ -92,10 +80,7 @@ def _probe(files: Files, path: str, name: str) -> PathProbe:
 
 
 def is_sstable(probe: PathProbe) -> bool:
-    """Tests if a file ends as an SSTable does.
-
-    It is the index of a bundle, or a TensorFlow 1 (V1) checkpoint.
-    """
+    """Tests if a file ends as an SSTable does."""
     return probe.kind == "file" and probe.tail.endswith(_SSTABLE_MAGIC)
 
 

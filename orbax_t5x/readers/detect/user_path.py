@@ -10,10 +10,7 @@ from orbax_t5x.text.masked import masked
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Returns the path as text; finds paths on the hub.
-
-    `~` is expanded in a local path.
-    """
+    """Returns the path as text; finds paths on the hub."""
     if isinstance(path, (list, tuple)):
         message = (
             f"one path is opened at a time, and this is a {type(path).__name__} of {len(path)}; several sources are a "
@@ -35,19 +32,13 @@ def path_text(path: str | os.PathLike[str]) -> str:
 
 
 def _order_hint(given: object) -> str:
-    """Returns a hint on the order of a restore's arguments.
-
-    Empty unless a target or a model was given as the path.
-    """
+    """Returns a hint on the order of a restore's arguments."""
     is_target = isinstance(given, dict) or callable(given) or hasattr(type(given), "shape")
     return "; the checkpoint is the first argument, and the target the second" if is_target else ""
 
 
 def check_item(item: object) -> None:
-    """Checks that `item=` is a name.
-
-    In Orbax's older interface, it is the tree to restore into.
-    """
+    """Checks that `item=` is a name."""
     if item is not None and not isinstance(item, str):
         message = (
             f"item= is the name of an item in an Orbax step, not a {type(item).__name__}; the tree to restore into is "

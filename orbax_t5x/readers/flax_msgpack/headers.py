@@ -88,10 +88,7 @@ class HeaderReader(WindowReader):
     """Reader of msgpack headers and short byte strings in file order."""
 
     def header(self) -> Header:
-        """Reads the next header.
-
-        The bytes that it announces are proven to fit.
-        """
+        """Reads the next header."""
         at = self._at
         if at < len(self._data):
             first, self._at = self._data[at], at + 1

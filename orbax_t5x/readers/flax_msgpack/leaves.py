@@ -45,12 +45,7 @@ _BESIDE = b"//GDAPlaceholder:"
 def named_nodes(
     tree: Node, file: StoredFile, limits: Limits, is_leaf: Callable[[dict[str, Node]], bool] = lambda node: False
 ) -> Iterator[tuple[str, Node]]:
-    """Yields the leaves and empty nodes of a tree by name.
-
-    They are in the order of the file; two of the same name are an error.
-
-    `is_leaf` decides which maps are leaves, chunked arrays apart.
-    """
+    """Yields the leaves and empty nodes of a tree by name."""
 
     def entries_of(node: Node) -> Iterator[tuple[str, Node]] | None:
         if isinstance(node, dict) and node and _CHUNKED not in node and not is_leaf(node):
@@ -100,10 +95,7 @@ def is_empty(node: Node) -> bool:
 
 
 def msgpack_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
-    """Makes the leaf of a node that is not empty.
-
-    An invalid node becomes a broken leaf.
-    """
+    """Makes the leaf of a node that is not empty."""
     try:
         return _valid_leaf(name, node, file, limits)
     except CheckpointError as error:
@@ -142,10 +134,7 @@ def _msgpack_number(value: Any) -> np.ndarray:
 
 
 def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Limits) -> ByteRangeLeaf:
-    """Makes the leaf of an array stored in flat chunks.
-
-    Shape and chunks are maps by number.
-    """
+    """Makes the leaf of an array stored in flat chunks."""
     shape = _in_index_order(node.get("shape"), "shape")
     if not all(type(size) is int and size >= 0 for size in shape):
         raise CorruptCheckpointError(f"the shape of a chunked array is {shape}")

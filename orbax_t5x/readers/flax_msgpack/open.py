@@ -56,10 +56,7 @@ def open_state_file(files: Files, name: str, limits: Limits) -> StateFile:
 
 
 def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a file, an index, a model's directory or a root.
-
-    A directory has Hugging Face's names for files; of a root, the newest file is opened.
-    """
+    """Opens a file, an index, a model's directory or a root."""
     given = files_at(os.fspath(path))
     path = given.named
     match = _STEP_NAME.fullmatch(os.path.basename(path))

@@ -31,10 +31,7 @@ class StepFile(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """The step, or None.
-
-        None: the number is not a whole number from 0 on.
-        """
+        """The step, or None."""
         return int(self.number) if self.number >= 0 and self.number == self.number.to_integral_value() else None
 
 
@@ -43,9 +40,6 @@ def step_files(probe: PathProbe) -> list[StepFile]:
 
     Files of the prefix `checkpoint_` are Flax's by their names, so that a damaged one is never passed over for an older
     one. Files of another prefix are where the newest of them begins as Flax's do.
-
-    Raises:
-      UnsupportedCheckpointError: there are files of several other prefixes.
     """
     found = _by_prefix(probe)
     if _PREFIX in found and probe.inside(found[_PREFIX][-1].name).kind != "special":
@@ -60,10 +54,7 @@ def step_files(probe: PathProbe) -> list[StepFile]:
 
 
 def newest_file(probe: PathProbe) -> StepFile | None:
-    """Returns the file of the newest step, or None.
-
-    A number that two files have is an error.
-    """
+    """Returns the file of the newest step, or None."""
     files = step_files(probe)
     same = [file.name for file in files if file.number == files[-1].number]
     if len(same) > 1:

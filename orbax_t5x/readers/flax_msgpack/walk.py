@@ -110,10 +110,7 @@ def too_many(what: str, most: int, file: StoredFile) -> LimitExceededError:
 
 
 def walk(file: StoredFile, limits: Limits) -> tuple[Node, int]:
-    """Walks over a msgpack file with text keys.
-
-    Returns its tree, and the number of bytes read for it.
-    """
+    """Walks over a msgpack file with text keys."""
     walker = _MessageWalker(file, limits)
     tree = walker.run()
     return tree, walker.reader.bytes_read
@@ -185,10 +182,7 @@ class _MessageWalker:
         return key
 
     def _value(self, depth: int) -> Node | _OpenContainer:
-        """Reads the next value.
-
-        Of a container that is not empty, it reads the header; its entries follow.
-        """
+        """Reads the next value."""
         self._values += 1
         if self._values > self._most_values:
             self._require_values(self._values)
@@ -267,10 +261,7 @@ class _MessageWalker:
         return complex(parts[0].value, parts[1].value)
 
     def _array(self) -> StoredArray:
-        """Parses an array's shape, dtype and offset.
-
-        The array is a packed (shape, dtype name, bytes).
-        """
+        """Parses an array's shape, dtype and offset."""
         reader = self.reader
         self._expect("array", 3, "an array")
         rank = self._expect("array", None, "the shape of an array")

@@ -35,10 +35,7 @@ class Aggregate:
     """
 
     def __init__(self, root: Files, item: str, limits: Limits):
-        """Walks over the file of an item.
-
-        The item is a directory relative to the root ("": the root itself).
-        """
+        """Walks over the file of an item."""
         name = f"{item}/{MSGPACK_FILE}" if item else MSGPACK_FILE
         opened = open_state_file(root, name, limits)
         self.index_bytes: int = opened.index_bytes

@@ -64,12 +64,7 @@ NO_SUMS = ItemSums({})
 
 
 def read_item_sums(root: Files, name: str, params: Sequence[str], limits: Limits) -> ItemSums:
-    """Reads the checksums of an item.
-
-    `params` are the keys under which its leaves are stored.
-
-    A file that cannot be used makes verifying an error, not opening: the data may be sound.
-    """
+    """Reads the checksums of an item."""
     try:
         leaves = read_checksums(root, name, limits)
     except CheckpointIOError:
@@ -114,10 +109,7 @@ def read_checksums(root: Files, name: str, limits: Limits) -> dict[str, BoxSums]
 
 
 def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = True) -> dict[str, BoxSums]:
-    """Parses a file of checksums by the leaves' stored keys.
-
-    Without `complete` it is what one process of a save wrote, whose boxes need not tile an array.
-    """
+    """Parses a file of checksums by the leaves' stored keys."""
     parsed = parse_object(data, path)
     version = parsed.get("version")
     if type(version) is int and version > _VERSION:

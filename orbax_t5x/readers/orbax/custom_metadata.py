@@ -16,12 +16,7 @@ _END_BYTES = 64 << 10
 
 
 def read_custom_metadata(directory: str) -> dict[str, Any]:
-    """Reads an item's metadata from the end of its file.
-
-    If that is not enough, it reads the whole file.
-
-    What is before `custom_metadata` may be missing then.
-    """
+    """Reads an item's metadata from the end of its file."""
     files = files_at(directory)
     end = files.read_end(METADATA_FILE, _END_BYTES)
     start = end.rfind(_KEY)

@@ -36,10 +36,7 @@ class ItemFiles(NamedTuple):
 
 
 def find_item_files(store: Files, item: str, directory: str) -> ItemFiles:
-    """Finds the files of an item.
-
-    It is a directory relative to the store ("": its root).
-    """
+    """Finds the files of an item."""
     return _find_remote(store, item) if store.is_remote else _find_local(store, item, directory)
 
 
@@ -61,10 +58,7 @@ def _find_local(store: Files, item: str, directory: str) -> ItemFiles:
 
 
 def stat_ahead(directory: str, beside: str) -> None:
-    """Stats an item's files and a file beside it in a batch.
-
-    It does nothing for a local item.
-    """
+    """Stats an item's files and a file beside it in a batch."""
     files_at(directory).stat_ahead(_first_names(), beside=[beside])
 
 
@@ -90,9 +84,6 @@ def _metadata_names(first: int) -> list[str]:
 
 
 def database_files(store: Files, item: str, found: ItemFiles) -> Snapshot:
-    """Returns the files of an item's database.
-
-    Local files are proven plain.
-    """
+    """Returns the files of an item's database."""
     store.require_plain(item)
     return store.snapshot([inside(item, name) for name in found.database], inside(item, MANIFEST_FILE))

@@ -30,8 +30,6 @@ def array_key(param: str) -> str:
     """Returns an array's directory or database prefix for a key.
 
     That of `a/` is that of `a`.
-
-    Two arrays of one place are written over each other.
     """
     return param.removesuffix("/")
 

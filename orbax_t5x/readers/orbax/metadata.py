@@ -52,10 +52,7 @@ class NodeMetadata(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True for None, an empty container or `...`.
-
-        Nothing is stored for them.
-        """
+        """True for None, an empty container or `...`."""
         return self.value_type == _PLACEHOLDER or (self.skipped and self.value_type in _EMPTY)
 
     @property
@@ -89,8 +86,6 @@ class ItemMetadata:
 
 def read_item_metadata(root: Files, item: str, limits: Limits) -> ItemMetadata:
     """Reads and checks `_METADATA` of an item.
-
-    The item is a directory relative to the root ("": the root itself).
 
     Errors name the file, and the leaf where one has a name that has no place here.
     """
@@ -131,10 +126,7 @@ def _flag(parsed: Mapping[str, Any], key: str, default: bool | None, path: str) 
 
 
 def _parse_node(text: str, entry: Any, path: str, limits: Limits, known: _Keys) -> tuple[tuple[str, ...], NodeMetadata]:
-    """Parses an entry of `tree_metadata`: its key path and node.
-
-    `known` are the keys of the entries before it.
-    """
+    """Parses an entry of `tree_metadata`: its key path and node."""
     shown = text[:200]
     if not isinstance(entry, dict):
         raise CorruptCheckpointError(f"the entry {shown!r} is not an object", path=path)
@@ -155,10 +147,7 @@ def _parse_node(text: str, entry: Any, path: str, limits: Limits, known: _Keys) 
 
 
 def _sequences(entries: Iterable[Any]) -> frozenset[str]:
-    """Returns the containers with only indices as keys.
-
-    The entries have been checked.
-    """
+    """Returns the containers with only indices as keys."""
     kinds: dict[str, set[int]] = {}
     for entry in entries:
         container = ""
@@ -214,10 +203,7 @@ class _Keys:
 
 
 def _is_text(key: str) -> bool:
-    """Tests if a JSON key has a UTF-8 form.
-
-    Escapes may make lone surrogates.
-    """
+    """Tests if a JSON key has a UTF-8 form."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -226,11 +212,7 @@ def _is_text(key: str) -> bool:
 
 
 def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: str) -> Iterator[NodeMetadata]:
-    """Returns the nodes, proven to have distinct names and array keys.
-
-    An empty container that got children in a later partial save is beside them in the file; the children are what it is
-    now.
-    """
+    """Returns the nodes, proven to have distinct names and array keys."""
     parents = {keys[:depth] for keys, _ in entries for depth in range(len(keys))}
     names: dict[str, tuple[str, ...]] = {}
     places: dict[str, str] = {}
@@ -256,10 +238,7 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
 
 
 def read_prng_impls(root: Files, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
-    """Reads the implementations of typed PRNG keys.
-
-    They are by the key under which a PRNG key's data is stored.
-    """
+    """Reads the implementations of typed PRNG keys."""
     impls: dict[str, str] = {}
     root.read_ahead([inside(item, f"{ARRAY_METADATAS}/{name}") for name in names], limit=limits.index_bytes)
     for name in sorted(names):
@@ -286,12 +265,7 @@ def read_prng_impls(root: Files, item: str, names: Sequence[str], limits: Limits
 
 
 def read_strings(root: Files, item: str, params: Sequence[str], limits: Limits) -> dict[str, bytes]:
-    """Reads the strings of an item by stored key, as UTF-8.
-
-    Missing strings are left out.
-
-    Orbax takes each key for a JSON pointer: `a/b` is `b` in the object `a`.
-    """
+    """Reads the strings of an item by stored key, as UTF-8."""
     name = inside(item, STRINGS_FILE)
     path = root.join(name)
     try:

@@ -82,10 +82,7 @@ _logger = logging.getLogger(__name__)
 
 
 def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
-    """Opens a root (its newest step), a step or an item.
-
-    The leaves of a given `item` have no prefix.
-    """
+    """Opens a root (its newest step), a step or an item."""
     directory = files_at(os.fspath(path)).path
     if is_temporary(directory):
         raise CheckpointNotFoundError(
@@ -107,10 +104,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
 
 
 def _is_early_item(directory: str) -> bool:
-    """Tests if a directory is an item of the first Orbax versions.
-
-    Their names are only in a msgpack file.
-    """
+    """Tests if a directory is an item of the first Orbax versions."""
     return not is_item(directory) and is_msgpack_map(PathProbe(directory, "directory").inside(MSGPACK_FILE))
 
 
@@ -243,10 +237,7 @@ class _OrbaxOpening:
     def checkpoint(
         self, prefixes: Mapping[str, str], *, step: int | None, items: list[str] | None = None
     ) -> Checkpoint:
-        """Opens items.
-
-        `prefixes` begin the names of leaves, by the item's directory, and `items` are all.
-        """
+        """Opens items."""
         described = {}
         for item, prefix in prefixes.items():
             described[item] = self._add_item(item, prefix)
@@ -272,10 +263,7 @@ class _OrbaxOpening:
         )
 
     def _add_item(self, item: str, prefix: str) -> dict[str, Any]:
-        """Adds an item's leaves.
-
-        Returns its description for `Checkpoint.metadata`.
-        """
+        """Adds an item's leaves."""
         if _is_early_item(self._root.join(item)):
             metadata = self._aggregate(item).metadata()
         else:
@@ -365,12 +353,7 @@ class _OrbaxOpening:
         self._leaves[named.name] = StringLeaf(named.name, directory, value, self._flag, own)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
-        """Adds the arrays without elements that our handler recorded.
-
-        Orbax stores no such arrays.
-
-        Text, dates, PRNG keys and whatever else is no array of numbers stay out, as leaves with elements do.
-        """
+        """Adds the arrays without elements that our handler recorded."""
         recorded = custom_metadata if isinstance(custom_metadata, Mapping) else None
         for name, (shape, dtype_name) in provenance.skipped_from_metadata(recorded, path=directory).items():
             if 0 not in shape:
@@ -398,10 +381,7 @@ def _open_inside(files: Files, item: str, name: str) -> StoredFile:
 
 
 def _local_values(directory: str, limits: Limits, open_file: Callable[[str], StoredFile]) -> OcdbtValues | None:
-    """Returns the values of a local database, or None.
-
-    None: only TensorStore reads it.
-    """
+    """Returns the values of a local database, or None."""
     try:
         return OcdbtValues(LocalValues(directory, open_file), limits, open_file)
     except (UnsupportedCheckpointError, LimitExceededError):
@@ -409,10 +389,7 @@ def _local_values(directory: str, limits: Limits, open_file: Callable[[str], Sto
 
 
 def _recorded_dtype(name: str) -> np.dtype | None:
-    """Parses a dtype that a save has recorded.
-
-    Object for text, dates, …; None if no record names it.
-    """
+    """Parses a dtype that a save has recorded."""
     if name.startswith(("key<", "[(", "{'names': ")):
         return _NO_NUMBERS
     try:

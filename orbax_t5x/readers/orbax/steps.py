@@ -67,10 +67,7 @@ class Step(NamedTuple):
 
 
 def step_of_name(name: str) -> int | None:
-    """Parses the step in a directory's name, or returns None.
-
-    Names are `3`, `00000003`, `checkpoint_3`.
-    """
+    """Parses the step in a directory's name, or returns None."""
     match = _STEP_NAME.fullmatch(name)
     return int(match["step"]) if match and TEMPORARY_MARK not in name else None
 
@@ -87,10 +84,7 @@ def is_item(directory: str) -> bool:
 
 
 def item_names(directory: str) -> list[str]:
-    """Lists the subdirectories of a step that hold arrays, sorted.
-
-    Links that lead out of the step are left out.
-    """
+    """Lists the subdirectories of a step that hold arrays, sorted."""
     files = files_at(directory)
     names = list(recorded_items(directory)) if files.is_remote else []
     if not names:
@@ -106,10 +100,7 @@ def item_names(directory: str) -> list[str]:
 
 
 def recorded_items(directory: str) -> dict[str, Any]:
-    """Reads a step's items and the names of their handlers.
-
-    Empty without metadata.
-    """
+    """Reads a step's items and the names of their handlers."""
     store = files_at(directory)
     if not store.has_file(STEP_METADATA_FILE):
         return {}
@@ -118,22 +109,13 @@ def recorded_items(directory: str) -> dict[str, Any]:
 
 
 def items_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the items in the metadata of a step.
-
-    Names that lead out of it are left out; see `recorded_items`.
-    """
+    """Returns the items in the metadata of a step."""
     handlers = metadata.get("item_handlers")
     return {name: handlers[name] for name in handlers if is_name(name)} if isinstance(handlers, dict) else {}
 
 
 def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[str]) -> list[str]:
-    """Lists recorded items that are missing or unreadable.
-
-    They have arrays by the step's metadata, and no list of names.
-
-    Orbax's metadata name what was saved in that step, and when Orbax deletes an item, it takes the name out. `found`
-    are the items that have a list of names.
-    """
+    """Lists recorded items that are missing or unreadable."""
     deleted = _deleted_item_if_known(directory)
     return sorted(
         name
@@ -149,10 +131,6 @@ def is_step_directory(directory: str, found: Subdirectories | None = None) -> bo
     """Tests if a directory is a step.
 
     Orbax's marker or the items tell.
-
-    Without the marker (early Orbax), a directory with finished steps in it is a root, whatever else is in it. Where
-    its own name is that of a step too, an item that has such a name is an item, unless it was saved by itself and the
-    directory's name can mean something else (`run_2024`).
     """
     if is_file(directory, STEP_METADATA_FILE):
         return True
@@ -173,10 +151,7 @@ def is_step_directory(directory: str, found: Subdirectories | None = None) -> bo
 
 
 def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
-    """Tests if items were saved separately, side by side by chance.
-
-    A step has Orbax's metadata or the name of one; a tree that was saved by itself has that metadata beside its own.
-    """
+    """Tests if items were saved separately, side by side by chance."""
     if is_file(directory, STEP_METADATA_FILE) or step_of_name(os.path.basename(directory)) is not None:
         return False
     return all(is_file(os.path.join(directory, item), STEP_METADATA_FILE) for item in items)
@@ -220,10 +195,7 @@ def _is_bundle_directory(directory: str) -> bool:
 
 
 def _deleted_item_if_known(directory: str) -> str | None:
-    """Returns `deleted_item`, or None.
-
-    None also if the record cannot be read: opening the step reports that.
-    """
+    """Returns `deleted_item`, or None."""
     try:
         return deleted_item(directory)
     except CheckpointError:
@@ -231,12 +203,7 @@ def _deleted_item_if_known(directory: str) -> str | None:
 
 
 def _was_begun_by_orbax(directory: str) -> bool:
-    """Tests if a step's metadata have the time of its beginning.
-
-    Orbax writes it first.
-
-    People make steps of items that were saved one by one, too.
-    """
+    """Tests if a step's metadata have the time of its beginning."""
     if not is_file(directory, STEP_METADATA_FILE):
         return False
     root = files_at(directory)
@@ -265,16 +232,9 @@ def newest_first(root: str, found: Subdirectories | None = None) -> Iterator[Ste
 
     An older step costs nothing until it is asked for.
 
-    A link that leads out of the root and has the name of a step is yielded unseen: opening it raises an error, instead
-    of an older step being opened for it.
-
     A step in place of a rename (where a file system has none, or by Orbax's option) looks finished before it is. Orbax
     wrote the mark from some version on whichever way it takes, so the mark is required only after a step with it, and
     never of T5X's own steps, which have no metadata of Orbax.
-
-    Args:
-      root: directory or URL.
-      found: its subdirectories, if they are known.
     """
     inside, outside = subdirectories(root) if found is None else found
     links = set(steps_named(outside))
@@ -310,22 +270,12 @@ def steps_named(names: Iterable[str]) -> list[Step]:
 
 
 def is_t5x_step(directory: str) -> bool:
-    """Tests if a finished step looks like T5X's own.
-
-    It has a file of T5X's name, and no metadata of Orbax.
-    """
+    """Tests if a finished step looks like T5X's own."""
     return is_file(directory, MSGPACK_FILE) and not is_item(directory) and not is_file(directory, STEP_METADATA_FILE)
 
 
 def newest_directory(root: str, steps: Iterator[Step], found: Subdirectories | None = None) -> str | None:
-    """Returns the directory of the newest step.
-
-    The steps are finished, and given newest first.
-
-    Raises:
-      UnsupportedCheckpointError: two directories are that step.
-      UnsafeCheckpointError: it is a link out of the root.
-    """
+    """Returns the directory of the newest step."""
     newest = next(steps, None)
     if newest is None:
         return None

@@ -40,10 +40,7 @@ _thread = threading.local()
 
 
 def _staging() -> np.ndarray:
-    """Returns this thread's staging buffer.
-
-    A fresh buffer would cost a page fault per 4 KiB of every window.
-    """
+    """Returns this thread's staging buffer."""
     buffer = getattr(_thread, "buffer", None)
     if buffer is None or buffer.size < WINDOW_BYTES:
         buffer = _thread.buffer = np.zeros(WINDOW_BYTES, np.uint8)
@@ -191,10 +188,7 @@ class ByteRange(StoredRange):
     def sum(
         self, ranges: Iterable[tuple[int, int]], *, leaf: str, sink: Callable[[int, np.ndarray], None] | None = None
     ) -> ReadOutcome:
-        """Implements `StoredRange.sum`.
-
-        `sink` is called with the bytes of each window, and the number of the first byte.
-        """
+        """Implements `StoredRange.sum`."""
         checksums = _ReadChecksums(self.kind, True)
         size = 0
         buffer = _staging()
@@ -334,8 +328,6 @@ def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
 
 def count_reads(shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box], *, is_summed: bool) -> tuple[int, int]:
     """Counts the reads, and their bytes, of reading boxes together.
-
-    The boxes are of a `ByteRange`.
 
     `is_summed` is True where checksums of what is read are computed.
     """

@@ -52,12 +52,7 @@ def byte_strides(shape: Sequence[int], itemsize: int) -> list[int]:
 def locate_box(
     box: Box, extents: Sequence[int], shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[int, bool] | None:
-    """Returns a box's first byte, and if it is one byte range.
-
-    The array is row-major.
-
-    None where the box is not of these extents, or not inside the array.
-    """
+    """Returns a box's first byte, and if it is one byte range."""
     if not len(box) == len(extents) == len(shape):
         return None
     start = 0
@@ -75,12 +70,7 @@ def locate_box(
 
 
 def union_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Box], max_gap: int) -> tuple[list[Run], int]:
-    """Returns the byte ranges that hold all the boxes, in file order.
-
-    Ranges less than `max_gap` bytes apart are joined.
-
-    And how many bytes of them the boxes want, what they share counted once.
-    """
+    """Returns the byte ranges that hold all the boxes, in file order."""
     wanted_boxes = tuple({box for box in boxes if box_size(box)})
     if not wanted_boxes:
         return [], 0
@@ -133,10 +123,7 @@ def _repeat(row_runs: list[Run], row: int, low: int, high: int, max_gap: int) ->
 
 
 def _append(runs: list[Run], run: Run, max_gap: int) -> None:
-    """Appends a run, joined to the last run if possible.
-
-    Both must be plain and near each other.
-    """
+    """Appends a run, joined to the last run if possible."""
     if runs and runs[-1].times == 1 and run.times == 1:
         last = runs[-1]
         gap = run.start - (last.start + last.length)
@@ -147,14 +134,7 @@ def _append(runs: list[Run], run: Run, max_gap: int) -> None:
 
 
 def split_ends(runs: Sequence[Run], wanted: Sequence[Run]) -> Iterator[Run]:
-    """Splits the ends off runs that were joined over gaps.
-
-    The first and the last wanted range of each become runs of their own.
-
-    `wanted` are the same boxes' runs for a gap of 0. Why: two processes that read neighbouring columns, gaps and all,
-    read overlapping ranges that begin and end a column apart. Only ranges that begin where others end have a
-    checksum together.
-    """
+    """Splits the ends off runs that were joined over gaps."""
     rest = iter(wanted)
     item = next(rest, None)
     for run in runs:
@@ -243,10 +223,7 @@ class WindowGrid:
         return total
 
     def windows(self, runs: Iterable[Run]) -> Iterator[Window]:
-        """Yields the windows that hold the runs, in file order.
-
-        Each comes once, with the byte ranges of the runs in it.
-        """
+        """Yields the windows that hold the runs, in file order."""
         window: Window | None = None
         for run in runs:
             for start, stop in run.ranges():

@@ -37,10 +37,7 @@ class Coverage(NamedTuple):
 
 
 def cover(ranges: Sequence[ChecksummedRange], size: int, kind: Crc = CRC32C) -> Coverage:
-    """Combines the checksums of `ranges` of `size` bytes.
-
-    They are of one kind.
-    """
+    """Combines the checksums of `ranges` of `size` bytes."""
     if not size:
         return Coverage(0, True)
     if len(ranges) == 1 and (ranges[0].start, ranges[0].stop) == (0, size):
@@ -69,12 +66,7 @@ def cover(ranges: Sequence[ChecksummedRange], size: int, kind: Crc = CRC32C) -> 
 
 
 def fold_columns(ranges: Sequence[ChecksummedRange], kind: Crc = CRC32C) -> list[ChecksummedRange]:
-    """Folds plain ranges into columns of many rows.
-
-    Each column is a range, for processes to exchange.
-
-    A row of a bundle's matrix is a read and a range of its own where columns are far apart; a model has millions.
-    """
+    """Folds plain ranges into columns of many rows."""
     rest = sorted(ranges)
     folded: list[ChecksummedRange] = []
     at = 0
@@ -92,10 +84,7 @@ def fold_columns(ranges: Sequence[ChecksummedRange], kind: Crc = CRC32C) -> list
 
 
 def _row_of_equal(ranges: Sequence[ChecksummedRange], at: int) -> Sequence[ChecksummedRange]:
-    """Returns the ranges of equal length and distance from an index.
-
-    There are gaps between them.
-    """
+    """Returns the ranges of equal length and distance from an index."""
     first = ranges[at]
     length = first.stop - first.start
     stride = ranges[at + 1].start - first.start if at + 1 < len(ranges) else 0
@@ -110,8 +99,6 @@ def _row_of_equal(ranges: Sequence[ChecksummedRange], at: int) -> Sequence[Check
 
 def _join_columns(ranges: Sequence[ChecksummedRange], kind: Crc) -> tuple[list[ChecksummedRange] | Coverage, bool]:
     """Joins columns that fill every stride, or returns a conflict.
-
-    Columns side by side become plain ranges.
 
     Also returned is whether there were others: those have no checksum together.
     """
@@ -144,10 +131,7 @@ def _join_columns(ranges: Sequence[ChecksummedRange], kind: Crc) -> tuple[list[C
 
 
 def _chains(ranges: list[list[int]], size: int, kind: Crc) -> Coverage:
-    """Combines ranges in general.
-
-    It keeps the checksums of all prefixes that chains reach; ranges are sorted by start.
-    """
+    """Combines ranges in general."""
     known = {0: 0}
     for start, stop, crc in ranges:
         if start not in known:

@@ -19,10 +19,7 @@ from orbax_t5x.lazy.leaf import FileExtent
 
 
 def extent_of(stored: StoredBytes, offset: int, size: int) -> FileExtent | None:
-    """Returns a file's bytes behind stored bytes, or None.
-
-    None: they are far apart or not known yet.
-    """
+    """Returns a file's bytes behind stored bytes, or None."""
     if isinstance(stored, DeferredExtents):
         return None
     return (
@@ -49,10 +46,7 @@ class JoinedExtents:
         self.size: int = self._begins.pop() if self._extents else 0
 
     def extent(self, offset: int, size: int) -> FileExtent | None:
-        """Returns the file's bytes that hold a range, or None.
-
-        None: other bytes are among them.
-        """
+        """Returns the file's bytes that hold a range, or None."""
         runs = list(self._in_file(offset, size))
         if not runs:
             return None

@@ -39,10 +39,7 @@ class RangeLeaf(BlockingLeaf):
         *,
         path: str | None = None,
     ):
-        """Makes the leaf of bytes at a place.
-
-        `path` is for messages, and by default the place's.
-        """
+        """Makes the leaf of bytes at a place."""
         self.name: str = name
         self.path: str = place.path if path is None else path
         self.is_remote: bool = place.is_remote
@@ -94,17 +91,6 @@ class ByteRangeLeaf(RangeLeaf):
         """Passes a box's bytes to `sink` and returns their crc32c.
 
         It blocks.
-
-        They go through a small buffer of the thread, which stays in a core's cache. Reading a block and writing it
-        takes twice the time, and so does a copy by the kernel (`copy_file_range`) with a read for the checksum.
-
-        Args:
-          box: of the whole array.
-          sink: called in order, with the number of the first byte in the array and the bytes.
-          stats: counts, as for `read_blocking`.
-
-        Returns:
-          None where the box is not stored as it is in memory, in one byte range; nothing was read.
         """
         self.raise_error()
         found = self.range.as_in_memory(box)
@@ -156,8 +142,6 @@ def read_unchanged(
     """Reads a file that has not changed since it was opened.
 
     It blocks.
-
-    In a file that changed, what looked like damage is none: that is a CheckpointGoneError.
     """
     try:
         outcome = range.read(requests, checksum=checksum, leaf=leaf)
@@ -169,10 +153,7 @@ def read_unchanged(
 
 
 def _verify_range(range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str, kind: Crc) -> bool:
-    """Tests if ranges verify a range.
-
-    Raises CorruptCheckpointError if it is not sound.
-    """
+    """Tests if ranges verify a range."""
     found = cover(read, range.nbytes, kind)
     if found.conflict is not None:
         low, high = found.conflict

@@ -46,10 +46,7 @@ class Elements(NamedTuple):
     leaf: str
 
     def copy(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Copies stored elements into a buffer.
-
-        A bool that is neither 0 nor 1 is a CorruptCheckpointError.
-        """
+        """Copies stored elements into a buffer."""
         if self.swap:
             out[...] = _swapped(values)
         elif self.dtype == _BOOL:
@@ -64,10 +61,7 @@ class Elements(NamedTuple):
 
 
 def _swapped(values: np.ndarray) -> np.ndarray:
-    """Swaps the bytes of each number.
-
-    Of a complex number, of each half.
-    """
+    """Swaps the bytes of each number."""
     dtype = values.dtype
     width = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
     contiguous = np.ascontiguousarray(values)
@@ -129,12 +123,7 @@ def _layout(target: _ScatterTarget) -> tuple[object, ...]:
 
 
 def _join_neighbours(alike: list[_ScatterTarget]) -> list[_ScatterTarget]:
-    """Joins neighbouring targets with equally distant buffers.
-
-    They follow one another along an inner dimension.
-
-    Column shards of an array lie so. One copy for each window instead of one for each shard takes a fifth less time.
-    """
+    """Joins neighbouring targets with equally distant buffers."""
     first = alike[0]
     rank = len(first.inner)
     axes = [axis for axis in range(rank) if any(target.inner[axis] != first.inner[axis] for target in alike)]

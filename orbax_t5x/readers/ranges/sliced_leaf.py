@@ -78,10 +78,7 @@ class SlicedLeaf(RangeLeaf):
 
 
 def _within(request: Request, box: Box) -> Request | None:
-    """Returns a request's part within a slice, or None.
-
-    It is in the slice's own coordinates; None if it is empty.
-    """
+    """Returns a request's part within a slice, or None."""
     theirs: list[tuple[int, int]] = []
     ours: list[slice] = []
     for (low, high), (first, last) in zip(request.box, box, strict=True):

@@ -24,10 +24,7 @@ from orbax_t5x.readers.ranges.extents import StoredBytes
 
 
 def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the last element's position from the first element.
-
-    The array has elements.
-    """
+    """Returns the last element's position from the first element."""
     return sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
 
 
@@ -66,10 +63,7 @@ class StridedRange:
         swap: bool,
         kind: Crc,
     ):
-        """Finds the row-major array.
-
-        `strides` count elements and do not overlap; for the rest see `ByteRange`.
-        """
+        """Finds the row-major array."""
         self.file = file
         self.shape = shape
         self.dtype = dtype
@@ -96,10 +90,7 @@ class StridedRange:
         return union_size(tuple(stored)) * self.dtype.itemsize
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
-        """Fills all requests.
-
-        It blocks. The ranges of checksums count from the beginning of the file.
-        """
+        """Fills all requests."""
         for box, out in requests:
             if box_shape(box) != out.shape or out.dtype != self.dtype:
                 raise ValueError(

@@ -55,10 +55,7 @@ class WindowReader:
         return data
 
     def skip(self, size: int) -> None:
-        """Skips bytes without reading.
-
-        The caller has compared `size` with the bytes left.
-        """
+        """Skips bytes without reading."""
         self._at += size
 
     def _move_window(self, size: int) -> None:

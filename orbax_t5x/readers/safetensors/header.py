@@ -80,10 +80,7 @@ class Entry:
 
 
 def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> int:
-    """Reads the length of the JSON from the first 8 bytes.
-
-    It is proven to fit into the file, if its size is known.
-    """
+    """Reads the length of the JSON from the first 8 bytes."""
     if len(first) < LENGTH_BYTES:
         raise CorruptCheckpointError(f"{len(first)} bytes are too few for a safetensors file", path=path)
     size = int.from_bytes(first[:LENGTH_BYTES], "little")
@@ -96,10 +93,7 @@ def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> i
 
 
 def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
-    """Parses the tensors of a file, and its `__metadata__`.
-
-    The tensors are in the order of their bytes; `data` is all of the JSON.
-    """
+    """Parses the tensors of a file, and its `__metadata__`."""
     if not data.startswith(b"{"):
         raise CorruptCheckpointError(f"the header begins with {data[:8]!r}, not with '{{'", path=path)
     parsed = parse_object(data, path)
@@ -123,10 +117,7 @@ def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], d
 
 
 def require_end(entries: Sequence[Entry], begin: int, file: StoredFile) -> None:
-    """Proves that a file ends with its last tensor.
-
-    The data begin at `begin`.
-    """
+    """Proves that a file ends with its last tensor."""
     end = entries[-1].stop if entries else begin
     if not file.require_size(end):
         raise CorruptCheckpointError(f"the tensors end at byte {end}, and the file at byte {file.size}", path=file.path)
@@ -170,10 +161,7 @@ def _integers(value: Any, key: str, name: str, path: str) -> tuple[int, ...]:
 def _dtype(
     code: str, shape: tuple[int, ...], size: int, name: str, path: str, limits: Limits
 ) -> tuple[np.dtype | None, CheckpointError | None]:
-    """Returns the dtype, or why it is refused.
-
-    It is proven to agree with the tensor's size.
-    """
+    """Returns the dtype, or why it is refused."""
     count = math.prod(shape)
     bits = _PACKED_BITS.get(code) or (DTYPES[code].itemsize * 8 if code in DTYPES else None)
     if bits is None:

@@ -103,10 +103,7 @@ class _SafetensorsFiles(ModelFiles):
 
 
 def _check_shards(files: Sequence[str], path: str) -> None:
-    """Refuses an incomplete set of numbered files without an index.
-
-    A download or an upload is under way.
-    """
+    """Refuses an incomplete set of numbered files without an index."""
     shards = [match for name in files if (match := _SHARD.fullmatch(name))]
     sets = sorted({match.groups() for match in shards})
     if len(sets) > 1:

@@ -57,10 +57,7 @@ class ZarrArrays:
     """
 
     def __init__(self, root: Files, file: str, version: int, flag: OpenFlag, limits: Limits):
-        """Holds the settings of a checkpoint.
-
-        `file` is the msgpack file, for errors about specs.
-        """
+        """Holds the settings of a checkpoint."""
         self._root = root
         self._file = file
         self._version = version
@@ -74,10 +71,7 @@ class ZarrArrays:
         self.index_bytes: int = 0
 
     def read_ahead(self, nodes: Sequence[dict[str, Node]]) -> None:
-        """Announces the specs that will become leaves.
-
-        A remote store then sends all their metadata in a batch.
-        """
+        """Announces the specs that will become leaves."""
         if not self._root.is_remote:
             return
         names: list[str] = []
@@ -87,10 +81,7 @@ class ZarrArrays:
         self._root.read_ahead(names, limit=self._limits.index_bytes)
 
     def leaf(self, name: str, node: dict[str, Node]) -> Leaf:
-        """Makes the leaf of a spec.
-
-        A directory that is already another leaf's is an error: this leaf has written over it.
-        """
+        """Makes the leaf of a spec."""
         try:
             spec = parse_spec(node)
         except CheckpointError as error:
@@ -113,10 +104,7 @@ class ZarrArrays:
             return BrokenLeaf(name, error_at(error, path=error.path or self._file, leaf=name))
 
     def _claim(self, found: ArrayDirectory, spec: ArraySpec, name: str) -> None:
-        """Records the owner of a directory, by identity.
-
-        Some file systems take two names for the same directory.
-        """
+        """Records the owner of a directory, by identity."""
         other = self._leaf_of.setdefault(found.identity, name)
         if other != name:
             raise SharedDirectoryError(
@@ -165,12 +153,7 @@ class ZarrArrays:
     def _array(
         self, name: str, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
     ) -> ts.TensorStore | FetchedArray | UnopenedArray:
-        """Returns an array that opens when it is read.
-
-        TensorStore has accepted another array of the same kind.
-
-        What it may refuse is found now, and a checkpoint of many arrays opens without opening each.
-        """
+        """Returns an array that opens when it is read."""
         layout, kind = metadata.bfloat16_layout if as_bfloat16 else metadata.layout, metadata.kind
         unopened = UnopenedArray(layout, partial(self._open_array, name, found, metadata, as_bfloat16))
         if kind in self._accepted:

@@ -34,10 +34,7 @@ _VERSIONS = range(4)
 
 
 def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a root, a step or a `checkpoint` file.
-
-    Of a local root it opens the newest step; a single file may hold all.
-    """
+    """Opens a root, a step or a `checkpoint` file."""
     given = files_at(os.fspath(path))
     path = given.named
     if not given.is_directory():

@@ -61,19 +61,12 @@ class ArraySpec:
 
 
 def is_spec(node: Mapping[str, Node]) -> bool:
-    """Tests if a map is a spec, even damaged or foreign.
-
-    T5X requires `driver`, `kvstore` and `metadata`. A map that lacks one of them must not pass for a subtree whose
-    leaves are texts: a train state holds no text under `driver`.
-    """
+    """Tests if a map is a spec, even damaged or foreign."""
     return isinstance(node.get("driver"), StoredText)
 
 
 def parse_spec(node: Mapping[str, Node]) -> ArraySpec:
-    """Parses a spec.
-
-    Its errors name neither file nor leaf: the caller adds them.
-    """
+    """Parses a spec."""
     spec = {key: _plain(value) for key, value in node.items()}
     _refuse_reaching_out(spec)
     if "kvstore" in spec:
@@ -96,10 +89,7 @@ def parse_spec(node: Mapping[str, Node]) -> ArraySpec:
 
 
 def _plain(node: Node) -> Any:
-    """Converts a node of a spec to plain JSON types.
-
-    Specs are small, and the walk has bounded their nesting.
-    """
+    """Converts a node of a spec to plain JSON types."""
     if isinstance(node, StoredText):
         if node.short is None:
             raise CorruptCheckpointError(f"its spec holds a text of {node.size} bytes")
@@ -137,10 +127,7 @@ def _require_kvstore(kvstore: Any) -> None:
 
 
 def _path(kvstore: Any, beside: Any) -> str:
-    """Returns the path of a spec.
-
-    It is in its kvstore or, as old TensorStores wrote it, beside it.
-    """
+    """Returns the path of a spec."""
     if kvstore is None:
         raise CorruptCheckpointError("its spec has no kvstore")
     paths = [_text(path, "path") for path in (kvstore.get("path"), beside) if path is not None]
@@ -162,10 +149,7 @@ def _text(said: Any, what: str) -> str:
 
 
 def _require_identity(transform: Any, shape: tuple[int, ...] | None) -> None:
-    """Refuses a transform that is not the identity.
-
-    Bounds are in lists of one where TensorStore may change them; outputs are left out where they are the inputs.
-    """
+    """Refuses a transform that is not the identity."""
     said = dict(transform) if isinstance(transform, dict) else {"": transform}
     rank = len(shape) if shape is not None else -1
     stops = said.pop("input_exclusive_max", said.pop("input_shape", list(shape or ())))

@@ -63,10 +63,7 @@ class ZarrMetadata:
     separator: str
 
     def spec(self, *, as_bfloat16: bool) -> dict[str, Any]:
-        """Returns the metadata as TensorStore takes it.
-
-        `as_bfloat16` reads the bits of uint16 elements as bfloat16.
-        """
+        """Returns the metadata as TensorStore takes it."""
         fill = self.fill_value
         if as_bfloat16 and fill is not None:
             fill = float(np.array(fill, np.uint16).view(ml_dtypes.bfloat16))
@@ -99,8 +96,6 @@ class ZarrMetadata:
         """Key of arrays that differ only in sizes.
 
         TensorStore accepts all of them or rejects all.
-
-        None for an array of sizes near those that TensorStore cannot count.
         """
         if max((*self.shape, *self.chunks), default=0) >= _UNCOUNTED:
             return None

@@ -76,10 +76,7 @@ class BundleLeaves:
         return f"{self._prefix}.data-{number:05d}-of-{self._num_shards:05d}"
 
     def named_sizes(self) -> list[int | None]:
-        """Returns the sizes of the shards that entries name.
-
-        The others are not looked at: their number is a claim, and nothing may be in them.
-        """
+        """Returns the sizes of the shards that entries name."""
         self._files.stat_ahead([self._shard_name(number) for number in sorted(self.shards)])
         sizes: list[int | None] = [None] * self._num_shards
         for number, shard in self.shards.items():

@@ -56,10 +56,7 @@ class BundleLocation(NamedTuple):
 
 
 def find_bundle(path: str) -> BundleLocation:
-    """Finds the bundle of a path.
-
-    The path is trusted, the contents of files are not.
-    """
+    """Finds the bundle of a path."""
     given, index = files_at(path), files_at(f"{path}.index")
     if given.is_directory() and not index.exists():
         return _in_directory(path)
@@ -131,10 +128,7 @@ def _in_directory(path: str) -> BundleLocation:
 
 
 def _state(root: Files, name: str) -> tuple[str, int] | None:
-    """Reads a `checkpoint` file's model_checkpoint_path, or None.
-
-    None for files of another kind.
-    """
+    """Reads a `checkpoint` file's model_checkpoint_path, or None."""
     files = files_at(root.path)
     try:
         file = files.file(name)
@@ -153,12 +147,7 @@ def _state(root: Files, name: str) -> tuple[str, int] | None:
 
 
 def unescape(quoted: bytes) -> bytes:
-    """Decodes the escapes of protobuf's text format.
-
-    Raises:
-      ValueError: an octal number is no byte.
-      KeyError: an escape is unknown.
-    """
+    """Decodes the escapes of protobuf's text format."""
 
     def byte_of(escape: re.Match[bytes]) -> bytes:
         if escape["octal"]:
@@ -169,10 +158,7 @@ def unescape(quoted: bytes) -> bytes:
 
 
 def _named_location(root: Files, named: str, bytes_read: int) -> BundleLocation:
-    """Returns the location in a `checkpoint` file.
-
-    It is below its directory; an absolute path counts by its last component.
-    """
+    """Returns the location in a `checkpoint` file."""
     if ".." in named.split("/"):
         raise UnsafeCheckpointError(
             f"model_checkpoint_path {named!r} leads out of the directory", path=root.join(_STATE_FILE)

@@ -33,12 +33,7 @@ _ENDIANNESS = {0: "little", 1: "big"}
 
 
 def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None) -> Checkpoint:
-    """Opens a bundle by its prefix, a file or its directory.
-
-    Its files are `.index`, the shards and `checkpoint`.
-
-    What is wrong with single leaves is their `error`, raised when they are used.
-    """
+    """Opens a bundle by its prefix, a file or its directory."""
     limits = limits if limits is not None else Limits()
     place = find_bundle(os.fspath(path))
     files, index_files = place.root, files_at(place.root.path)
@@ -81,10 +76,7 @@ def _bundle_metadata(place: BundleLocation, header: BundleHeader, leaves: Bundle
 
 
 def _read_index(index: StoredFile, limits: Limits) -> tuple[BundleHeader, dict[bytes, bytes], dict[bytes, bytes]]:
-    """Reads the header and the entries of variables and slices.
-
-    Variables are by name, slices by key.
-    """
+    """Reads the header and the entries of variables and slices."""
     entries: dict[bytes, bytes] = {}
     slices: dict[bytes, bytes] = {}
     header: BundleHeader | None = None

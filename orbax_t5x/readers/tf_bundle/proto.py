@@ -60,8 +60,6 @@ def _scan(data: bytes, kind: str, wires: dict[int, int], repeated: int = 0) -> d
     """Scans a message's known fields by number.
 
     Values are integers and bytes, and for the field `repeated` a list of bytes.
-
-    One loop without calls for the usual one-byte varints: an index has thousands of entries with a dozen fields each.
     """
     found: dict[int, Any] = {}
     at, end = 0, len(data)
@@ -167,10 +165,7 @@ def _parse_slice(data: bytes, max_rank: int) -> tuple[Extent, ...]:
 
 
 def parse_entry(data: bytes, max_rank: int, max_slices: int) -> BundleEntry:
-    """Parses a BundleEntryProto.
-
-    More than `max_rank` dimensions or `max_slices` slices are refused.
-    """
+    """Parses a BundleEntryProto."""
     kind = "BundleEntryProto"
     entry = _scan(data, kind, _ENTRY, repeated=7)
     slices = entry.get(7, ())
@@ -207,10 +202,7 @@ def _ordered_signed(value: int) -> bytes:
 
 
 def slice_key(name: bytes, extents: tuple[Extent, ...]) -> bytes:
-    """Returns the key of the entry of a variable's slice.
-
-    It is the OrderedCode of 0, name, rank, extents.
-    """
+    """Returns the key of the entry of a variable's slice."""
     escaped = b"".join(_ESCAPED.get(byte, bytes([byte])) for byte in name)
     parts = [_ordered_unsigned(0), escaped, b"\x00\x01", _ordered_unsigned(len(extents))]
     for extent in extents:

@@ -41,19 +41,13 @@ class BadVarint(ValueError):
 
 
 def unmask(masked: int) -> int:
-    """Returns the checksum behind a `masked` checksum.
-
-    LevelDB and TensorFlow mask them: a crc over data that holds crcs is weak.
-    """
+    """Returns the checksum behind a `masked` checksum."""
     rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
     return ((rotated >> 17) | (rotated << 15)) & 0xFFFFFFFF
 
 
 def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Reads the varint at `at`; returns it and the next position.
-
-    It must end before `end`.
-    """
+    """Reads the varint at `at`; returns it and the next position."""
     value = shift = 0
     for place in range(at, min(end, at + _MAX_VARINT_BYTES)):
         byte = data[place]
@@ -135,10 +129,7 @@ class Table:
             )
 
     def _read_index(self, index: _Handle, meta: _Handle) -> list[tuple[bytes, _Handle]]:
-        """Reads the separator key and handle of each data block.
-
-        The blocks follow one another, apart from the index.
-        """
+        """Reads the separator key and handle of each data block."""
         blocks: list[tuple[bytes, _Handle]] = []
         reached = 0
         last = b""

@@ -123,10 +123,7 @@ def _lengths(data: np.ndarray, count: int) -> tuple[np.ndarray | None, int]:
 
 
 def _as_summed(lengths: np.ndarray) -> bytes:
-    """Encodes the lengths as TensorFlow sums them.
-
-    32 bits each, 64 if that is not enough.
-    """
+    """Encodes the lengths as TensorFlow sums them."""
     if not lengths.size or int(lengths.max()) < 1 << 32:
         return lengths.astype("<u4").tobytes()
     return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())
