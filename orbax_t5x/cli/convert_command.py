@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.rules.layouts import find_layout
 from orbax_t5x.text.output import UsageError, print_json, print_text
-from orbax_t5x.text.wording import array_text, plain
+from orbax_t5x.text.wording import plain
 from orbax_t5x.transforms.dtype_names import as_dtype
 
 
@@ -42,9 +41,7 @@ def run(options: argparse.Namespace) -> int:
         chain = mapping.transforms(source, target)
         report = convert_for(target, source, options.destination, chain, plan_options(options), writing)
     if options.json:
-        said = dataclasses.asdict(report)
-        said["skipped"] = {name: array_text(dtype, shape) for name, (shape, dtype) in report.skipped.items()}
-        print_json({"source": source.path, **said})
+        print_json({"source": source.path, **report.to_json()})
     else:
         print_text(str(report))
         for line in _about_names(report, writing):

@@ -14,7 +14,7 @@ from orbax_t5x.lazy import View
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import leaf_node
 from orbax_t5x.text.fold import TreeLeaf, empty_text, tree_rows
-from orbax_t5x.text.html import html_fragment, html_paragraph, html_table
+from orbax_t5x.text.report import Page, Section
 from orbax_t5x.text.table import TableRow
 from orbax_t5x.text.wording import array_bytes, array_text, counted, leaves_text, size_text
 
@@ -155,11 +155,10 @@ class Checkpoint:
         step = "" if self.step is None else f", step {self.step}"
         size = size_text(sum(array_bytes(view.dtype, view.shape) for view in self._leaves.values()))
         title = f"{self.path}: {self.format}{step}, {leaves_text(len(self._leaves))}, {size}"
-        parts = [html_paragraph(title, bold=True)]
-        parts.append(html_table(rows[:_SHOWN_ROWS], TableRow("leaf", "array", size="bytes")))
-        if left := rows[_SHOWN_ROWS:]:
-            parts.append(html_paragraph(f"… and {counted(len(left), 'row')} more: see `leaves`"))
-        return html_fragment(parts, "checkpoint")
+        left = counted(len(rows[_SHOWN_ROWS:]), "row")
+        left_out = f"… and {left} more: see `leaves`" if rows[_SHOWN_ROWS:] else ""
+        section = Section(rows=rows[:_SHOWN_ROWS], left_out=left_out)
+        return Page("checkpoint", TableRow("leaf", "array", size="bytes"), title, sections=[section]).html()
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r}: {self.format}, {len(self._leaves)} leaves>"

@@ -30,8 +30,7 @@ from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 from orbax_t5x.transforms.base import AnyTransform
 
 _execute_plan = on_demand.function("orbax_t5x.restoring.executor", "execute_plan")
-_plan_table = on_demand.function("orbax_t5x.restoring.show.table", "plan_table")
-_plan_html = on_demand.function("orbax_t5x.restoring.show.table", "plan_html")
+_plan_page = on_demand.function("orbax_t5x.restoring.show.table", "plan_page")
 _explain_leaf = on_demand.function("orbax_t5x.restoring.show.explain", "explain_leaf")
 _plan_diff = on_demand.function("orbax_t5x.restoring.show.compare", "plan_diff")
 _to_json = on_demand.function("orbax_t5x.restoring.show.as_data", "to_json")
@@ -388,10 +387,10 @@ class RestorePlan:
         return _to_json(self)
 
     def __str__(self) -> str:
-        return _plan_table(self)
+        return _plan_page(self).text()
 
     def _repr_html_(self) -> str:
-        return _plan_html(self)
+        return _plan_page(self).html()
 
     def __repr__(self) -> str:
         counts = {

@@ -86,11 +86,6 @@ def html_list(items: Iterable[str], title: str, *, is_open: bool = False) -> str
     return f"<details{' open' if is_open else ''}><summary>{_escaped(title)}</summary><ul>{lines}</ul></details>"
 
 
-def html_sections(sections: Iterable[tuple[str, Sequence[TableRow]]], heads: TableRow) -> list[str]:
-    """Makes a table below a heading of each section."""
-    return [part for heading, rows in sections for part in (html_paragraph(f"{heading}:"), html_table(rows, heads))]
-
-
 def html_table(rows: Sequence[TableRow], heads: TableRow) -> str:
     """Makes a table; columns that no row fills are left out."""
     if not rows:

@@ -45,7 +45,7 @@ def test_convert_names_what_orbax_cannot_store(run, tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["empty.safetensors"]
     code, out, _ = run("convert", path, tmp_path / "out", "--on-unsupported", "skip")
     assert code == 0 and out.startswith("1 leaf (8 B)")
-    assert "left out, because Orbax cannot store it: none  float32[0,2]" in out
+    assert "left out, because Orbax cannot store it:\n  none  float32[0,2]\n" in out
 
 
 def test_convert_refuses_an_unknown_dtype(run, tmp_path):

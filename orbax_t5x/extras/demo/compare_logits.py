@@ -20,6 +20,7 @@ from orbax_t5x.models.config import T5Config, config_of
 from orbax_t5x.models.linen import T5
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.api import restore
+from orbax_t5x.text.report import Page, Report
 
 # The share of each sequence that is padding at most.
 _PADDING = 3
@@ -28,7 +29,7 @@ _FUNCTION = ("activation", "scale_decoder_outputs", "max_distance", "layer_norm_
 
 
 @dataclasses.dataclass(frozen=True)
-class LogitsReport:
+class LogitsReport(Report):
     """Comparison of the logits of two checkpoints.
 
     Attributes:
@@ -59,22 +60,19 @@ class LogitsReport:
         A difference that is no number is None.
         """
         numbers = {"max_abs": self.max_abs, "max_rel": self.max_rel, "largest": self.largest}
-        return {
-            **dataclasses.asdict(self),
-            "shape": list(self.shape),
-            "positions": math.prod(self.shape[:2]),
-            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-        }
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        return {**super().to_json(), **finite, "positions": math.prod(self.shape[:2])}
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """Returns the contents for people."""
         sequences, length, ids = self.shape
-        positions = sequences * length
-        return (
-            f"logits of {sequences} sequences of {length} tokens over {ids} ids: "
-            f"{'equal within the tolerances' if self.is_close else 'different'}\n"
-            f"  maximal difference {self.max_abs:.3g}, relative to the largest logit {self.max_rel:.3g}\n"
-            f"  the most likely token is the same at {self.same_top} of {positions} positions"
-        )
+        outcome = "equal within the tolerances" if self.is_close else "different"
+        title = f"logits of {sequences} sequences of {length} tokens over {ids} ids: {outcome}"
+        head = [
+            f"maximal difference {self.max_abs:.3g}, relative to the largest logit {self.max_rel:.3g}",
+            f"the most likely token is the same at {self.same_top} of {sequences * length} positions",
+        ]
+        return Page("logits", title=title, head=head)
 
 
 def compare_logits(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
+from orbax_t5x.text.report import Page, Report, Section
 from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvertReport:
+class ConvertReport(Report):
     """Report of `orbax_t5x.convert`; `print(report)` shows it as text.
 
     Attributes:
@@ -33,12 +35,16 @@ class ConvertReport:
     kept_bytes: int = 0
     rules: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        written = f"{leaves_text(self.leaves)} ({size_text(self.bytes)}) in {plain(self.destination)}"
-        lines = [f"{written}, in {self.seconds:.1f} s"]
-        if self.kept_bytes:
-            lines.append(f"{size_text(self.kept_bytes)} of it was written already by a conversion that was killed")
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as JSON values."""
+        skipped = {name: array_text(dtype, shape) for name, (shape, dtype) in self.skipped.items()}
+        return {**super().to_json(), "skipped": skipped}
+
+    def page(self) -> Page:
+        """Returns the contents for people."""
+        title = f"{leaves_text(self.leaves)} ({size_text(self.bytes)}) in {self.destination}, in {self.seconds:.1f} s"
+        kept = f"{size_text(self.kept_bytes)} of it was written already by a conversion that was killed"
         what = "safetensors files" if self.format == "safetensors" else "Orbax"
-        for name, (shape, dtype) in self.skipped.items():
-            lines.append(f"left out, because {what} cannot store it: {plain(name)}  {array_text(dtype, shape)}")
-        return "\n".join(lines)
+        names = [plain(f"{name}  {array_text(dtype, shape)}") for name, (shape, dtype) in self.skipped.items()]
+        sections = [Section(f"left out, because {what} cannot store it", names=names)] if names else []
+        return Page("conversion", title=title, head=[kept] if self.kept_bytes else [], sections=sections)

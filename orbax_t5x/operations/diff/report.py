@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from orbax_t5x.operations.diff.values import LargestDifference
-from orbax_t5x.text.fold import fold
-from orbax_t5x.text.html import html_fragment, html_list, html_paragraph, html_sections
-from orbax_t5x.text.table import TableRow, table_lines, terminal_width
-from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
+from orbax_t5x.text.report import Page, Report, counts_text, status_sections
+from orbax_t5x.text.table import TableRow
+from orbax_t5x.text.wording import counted, size_text
 
 DiffStatus = Literal["equal", "only in a", "only in b", "shape", "dtype", "values", "damaged", "unreadable"]
-_STATUSES: tuple[DiffStatus, ...] = (
-    "damaged",
-    "unreadable",
-    "only in a",
-    "only in b",
-    "shape",
-    "dtype",
-    "values",
-    "equal",
-)
-_HEADINGS = {"shape": "other shapes", "dtype": "other dtypes", "values": "other values"}
+_HEADINGS = {
+    "damaged": "damaged",
+    "unreadable": "unreadable",
+    "only in a": "only in a",
+    "only in b": "only in b",
+    "shape": "other shapes",
+    "dtype": "other dtypes",
+    "values": "other values",
+}
+_STATUSES = {
+    **_HEADINGS,
+    "shape": "of other shape",
+    "dtype": "of other dtype",
+    "values": "with other values",
+    "equal": "equal",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ class LeafDiff:
 
 
 @dataclasses.dataclass(frozen=True)
-class DiffReport:
+class DiffReport(Report):
     """Report of `orbax_t5x.diff`; `print(report)` is a table.
 
     Attributes:
@@ -101,70 +103,19 @@ class DiffReport:
 
     def summary(self) -> str:
         """Returns the counts in a line."""
-        counts = collections.Counter(leaf.status for leaf in self.leaves)
-        parts = [_count_text(status, counts[status]) for status in _STATUSES if counts[status]] or ["no leaves"]
         read = f"{size_text(self.bytes_read)} read in {self.seconds:.1f} s"
-        return ", ".join([*parts, read if self.values else "values not compared"])
+        return f"{counts_text(self.leaves, _STATUSES)}, {read if self.values else 'values not compared'}"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values.
+        """See `Report.to_json`."""
+        return {**super().to_json(), "equal": self.equal}
 
-        Numbers that JSON lacks are text: "inf", "nan", complex numbers.
-        """
-        return _finite_json({**dataclasses.asdict(self), "equal": self.equal})
-
-    def lines(self, width: int) -> list[str]:
-        """Formats the table.
-
-        Equal leaves are counted; leaves whose names differ in a single number share a line.
-        """
-        lines = [f"a: {plain(self.a)}", f"b: {plain(self.b)}"]
-        lines += [f"a is mapped by {plain(rule)}" for rule in self.rules]
-        lines += [f"warning: {plain(warning)}" for warning in self.warnings]
-        for heading, rows in self._sections():
-            lines += ["", f"{heading}:", *table_lines(rows, width)]
-        return [*lines, "", self.summary()]
-
-    def _sections(self) -> Iterator[tuple[str, list[TableRow]]]:
-        for status in _STATUSES[:-1]:
-            some = [leaf for leaf in self.leaves if leaf.status == status]
-            if some:
-                yield _HEADINGS.get(status, status), list(_diff_rows(some))
-
-    def _repr_html_(self) -> str:
+    def page(self) -> Page:
+        """Returns the contents for people; equal leaves are counted."""
         heads = [f"a: {self.a}", f"b: {self.b}", *(f"a is mapped by {rule}" for rule in self.rules)]
-        parts = [html_paragraph(self.summary(), bold=True), *map(html_paragraph, heads)]
-        parts += [html_list(self.warnings, "Warnings", is_open=True)] if self.warnings else []
-        parts += html_sections(self._sections(), TableRow("leaf", "array", source="difference"))
-        return html_fragment(parts, "comparison")
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines(terminal_width()))
-
-
-def _count_text(status: DiffStatus, count: int) -> str:
-    if status in ("shape", "dtype"):
-        return f"{leaves_text(count)} of other {status}"
-    return f"{leaves_text(count)} with other values" if status == "values" else f"{leaves_text(count)} {status}"
-
-
-def _finite_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite_json(item) for item in value]
-    is_json = (
-        value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
-    )
-    return value if is_json else str(value)
-
-
-def _diff_rows(leaves: Sequence[LeafDiff]) -> Iterator[TableRow]:
-    arrays = [_arrays_text(leaf) for leaf in leaves]
-    for row in fold([(leaf.name, leaf.reason) for leaf in leaves], arrays):
-        some = [leaves[member] for member in row.members]
-        remark = plain(row.texts[1]) or _values_text(some)
-        yield TableRow(plain(row.label), arrays[row.members[0]], source=remark, has_remark=True)
+        sections = status_sections(self.leaves, _HEADINGS, _arrays_text, lambda some, why: why or _values_text(some))
+        columns = TableRow("leaf", "array", source="difference")
+        return Page("comparison", columns, "", heads, sections, self.warnings, self.summary())
 
 
 def _arrays_text(leaf: LeafDiff) -> str:
@@ -197,7 +148,7 @@ def _largest_text(kind: Literal["absolute", "relative"], leaves: Sequence[LeafDi
         return ""
     largest, name = max(found, key=lambda pair: pair[0].value)
     where = "" if not largest.index else f" at [{','.join(map(str, largest.index))}]"
-    of = f" of {plain(name)}" if len(leaves) > 1 else ""
+    of = f" of {name}" if len(leaves) > 1 else ""
     values = f" ({_number_text(largest.a)} → {_number_text(largest.b)})" if kind == "absolute" else ""
     return f"{kind} ≤ {_number_text(largest.value)}{where}{of}{values}"
 

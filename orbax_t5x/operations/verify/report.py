@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from orbax_t5x.text.fold import fold
-from orbax_t5x.text.html import html_fragment, html_paragraph, html_sections
-from orbax_t5x.text.table import TableRow, table_lines, terminal_width
-from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
+from orbax_t5x.text.report import Page, Report, counts_text, status_sections
+from orbax_t5x.text.table import TableRow
+from orbax_t5x.text.wording import array_text, size_text
 
 Status = Literal["ok", "damaged", "no checksum", "unreadable"]
 HOLDS = "its checksum holds"
 NOTHING = "nothing to compare with"
 """Reasons that add nothing to the status."""
-STATUSES: tuple[Status, ...] = ("damaged", "unreadable", "no checksum", "ok")
-
-_WORDS = {"no checksum": "without checksum"}
+STATUSES = {"damaged": "damaged", "unreadable": "unreadable", "no checksum": "without checksum", "ok": "ok"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +39,7 @@ class LeafVerification:
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Report):
     """Report of `orbax_t5x.verify`; `print(report)` is a table.
 
     Attributes:
@@ -75,44 +70,19 @@ class VerifyReport:
 
     def summary(self) -> str:
         """Returns the counts in a line."""
-        counts = collections.Counter(leaf.status for leaf in self.leaves)
-        parts = [f"{leaves_text(counts[status])} {_WORDS.get(status, status)}" for status in STATUSES if counts[status]]
-        read = f"{size_text(self.bytes_read)} read in {self.seconds:.1f} s"
-        return ", ".join([*(parts or ["no leaves"]), read])
+        return f"{counts_text(self.leaves, STATUSES)}, {size_text(self.bytes_read)} read in {self.seconds:.1f} s"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON values."""
-        return {**dataclasses.asdict(self), "status": self.status}
+        return {**super().to_json(), "status": self.status}
 
-    def lines(self, width: int) -> list[str]:
-        """Formats the table, with the damaged leaves first.
-
-        Leaves whose names differ in a single number share a line.
-        """
-        lines = [f"{plain(self.path)}: {self.format}"]
-        for heading, rows in self._sections():
-            lines += ["", f"{heading}:", *table_lines(rows, width)]
-        return [*lines, "", self.summary()]
-
-    def _sections(self) -> Iterator[tuple[str, list[TableRow]]]:
-        for status in STATUSES:
-            some = [leaf for leaf in self.leaves if leaf.status == status]
-            if some:
-                yield status, list(_verified_rows(some))
-
-    def _repr_html_(self) -> str:
-        parts = [html_paragraph(self.summary(), bold=True), html_paragraph(f"{self.path}: {self.format}")]
-        parts += html_sections(self._sections(), TableRow("leaf", "array", source="reason"))
-        return html_fragment(parts, "verification")
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines(terminal_width()))
-
-
-def _verified_rows(leaves: Sequence[LeafVerification]) -> Iterator[TableRow]:
-    folded = fold([(leaf.name, leaf.reason) for leaf in leaves], [(leaf.dtype, leaf.shape) for leaf in leaves])
-    for row in folded:
-        leaf = leaves[row.members[0]]
-        array = array_text(np.dtype(leaf.dtype), leaf.shape)
-        reason = "" if leaf.reason in (HOLDS, NOTHING) else plain(row.texts[1])
-        yield TableRow(plain(row.label), array, source=reason, has_remark=True)
+    def page(self) -> Page:
+        """Returns the contents for people, with the damaged leaves first."""
+        sections = status_sections(
+            self.leaves,
+            {status: status for status in STATUSES},
+            lambda leaf: array_text(np.dtype(leaf.dtype), leaf.shape),
+            lambda _, why: "" if why in (HOLDS, NOTHING) else why,
+        )
+        heads = TableRow("leaf", "array", source="reason")
+        return Page("verification", heads, "", [f"{self.path}: {self.format}"], sections, end=self.summary())

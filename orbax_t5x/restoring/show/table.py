@@ -9,7 +9,7 @@ boxes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import RestorePlan
@@ -18,8 +18,8 @@ from orbax_t5x.restoring.show.entries import ACTION_WORDS, entry_array, entry_ho
 from orbax_t5x.restoring.show.filled import filled_patterns, filled_text
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import fold
-from orbax_t5x.text.html import html_fragment, html_list, html_paragraph, html_table
-from orbax_t5x.text.table import TableRow, name_lines, table_lines, terminal_width, wrapped
+from orbax_t5x.text.report import Page, Section
+from orbax_t5x.text.table import TableRow
 from orbax_t5x.text.wording import array_bytes, counted, leaves_text, mesh_text, plain, size_text
 
 # Rows shown; a plan that needs more is read by programs, not by people.
@@ -106,25 +106,24 @@ def plan_outcome(plan: RestorePlan) -> str:
     return "" if plan.report is None else f"Executed: {plan.report.summary()}."
 
 
-def name_sections(plan: RestorePlan) -> list[tuple[str, list[str]]]:
-    """Makes titles and lines beside the table.
+def name_sections(plan: RestorePlan) -> Iterator[Section]:
+    """Makes the sections beside the table.
 
     They are the code of rules that were found; folded names of constants, unused and dropped leaves.
     """
-    rules = [f"{code_of(one)}," for one in plan.found_rules]
+    if plan.found_rules:
+        rules = [f"{code_of(one)}," for one in plan.found_rules]
+        yield Section('Rules that "auto" found, as transforms to paste', names=rules)
     constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}
     unread = "" if plan.bytes_read_at_planning else ", not read"
-    sections = [
+    unused = "Unused: in the checkpoint, without a counterpart in the target"
+    for title, names, where in (
         (f"Constants: put there by a transform{unread}", constants, "plan.entries"),
-        (
-            "Unused: in the checkpoint, without a counterpart in the target",
-            dict.fromkeys(plan.unused, ""),
-            "plan.unused",
-        ),
+        (unused, dict.fromkeys(plan.unused, ""), "plan.unused"),
         ("Dropped: taken out on purpose", dict.fromkeys(plan.dropped, ""), "plan.dropped"),
-    ]
-    shown = [(f"{title} ({len(names):,})", _shown_names(names, where)) for title, names, where in sections if names]
-    return [('Rules that "auto" found, as transforms to paste', rules), *shown] if rules else shown
+    ):
+        if names:
+            yield Section(f"{title} ({len(names):,})", names=_shown_names(names, where))
 
 
 def _shown_names(remarks: Mapping[str, str], where: str) -> list[str]:
@@ -136,38 +135,10 @@ def _shown_names(remarks: Mapping[str, str], where: str) -> list[str]:
     return [*shown, f"… and {left:,} more in `{where}`"] if left else shown
 
 
-def plan_table(plan: RestorePlan) -> str:
-    """Returns the plan as a table as wide as the terminal."""
-    width = terminal_width()
+def plan_page(plan: RestorePlan) -> Page:
+    """Returns the plan for people."""
     every_row, left_out = plan_rows(plan)
     rows, placed = without_common_sharding(every_row)
     title, counts, reads = plan_heading(plan)
-    lines = [line for text in (title, counts, reads + placed) for line in wrapped(text, width, rest="  ")]
-    lines += ["", *table_lines(rows, width, HEADS)]
-    lines += [left_out] if left_out else []
-    for section, names in name_sections(plan):
-        lines += ["", *wrapped(f"{section}:", width, rest="  ")]
-        lines += [line for name in names for line in name_lines(f"  {name}", width, "      ")]
-    if plan.warnings:
-        lines += ["", "Warnings:"]
-        lines += [line for text in plan.warnings for line in wrapped(plain(text), width, "  - ", "    ")]
-    if done := plan_outcome(plan):
-        lines += ["", *wrapped(done, width, rest="  ")]
-    return "\n".join(lines)
-
-
-def plan_html(plan: RestorePlan) -> str:
-    """Returns the plan as an HTML fragment."""
-    every_row, left_out = plan_rows(plan)
-    rows, placed = without_common_sharding(every_row)
-    title, counts, reads = plan_heading(plan)
-    parts = [html_paragraph(title, bold=True), html_paragraph(counts), html_paragraph(reads + placed)]
-    if plan.warnings:
-        parts.append(html_list(plan.warnings, f"Warnings ({len(plan.warnings)})", is_open=True))
-    parts.append(html_table(rows, HEADS))
-    if left_out:
-        parts.append(html_paragraph(left_out))
-    parts += [html_list(names, section) for section, names in name_sections(plan)]
-    if done := plan_outcome(plan):
-        parts.append(html_paragraph(done))
-    return html_fragment(parts, "restore plan")
+    sections = [Section(rows=rows, left_out=left_out), *name_sections(plan)]
+    return Page("restore plan", HEADS, title, [counts, reads + placed], sections, plan.warnings, plan_outcome(plan))
