@@ -12,16 +12,30 @@ import numpy as np
 
 from orbax_t5x.cli.arguments import read_json_object
 from orbax_t5x.cli.mapping import MappingOptions, plan_options
-from orbax_t5x.operations.convert.companions import read_companions
-from orbax_t5x.operations.convert.convert import convert_for
+from orbax_t5x.errors import CheckpointNotFoundError
+from orbax_t5x.files.places import files_at, opening
+from orbax_t5x.files.schemes import scheme_of
+from orbax_t5x.operations.convert.convert import ConvertReport, convert_for
 from orbax_t5x.operations.convert.output_format import WriteOptions
-from orbax_t5x.operations.convert.report import ConvertReport
 from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.rules.layouts import find_layout
 from orbax_t5x.text.output import UsageError, print_json, print_text
 from orbax_t5x.text.wording import plain
 from orbax_t5x.transforms.dtype_names import as_dtype
+
+# The files beside the weights of a model that are copied with it.
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_MOST_BYTES = 64 << 20
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,6 +92,18 @@ def _read_companions(options: argparse.Namespace) -> Mapping[str, bytes]:
     if options.config is not None:
         beside[CONFIG_NAME] = read_json_object(options.config, "--config")
     return beside
+
+
+def read_companions(path: str) -> Mapping[str, bytes]:
+    """Reads the files of `COMPANIONS` in a directory."""
+    scheme = scheme_of(path)
+    directory = path if scheme is None or scheme.download is None else scheme.download(path, COMPANIONS)
+    with opening():
+        store = files_at(directory)
+        names = [name for name, is_there in zip(COMPANIONS, store.has_files(COMPANIONS), strict=True) if is_there]
+        if not names:
+            raise CheckpointNotFoundError(f"there is none of {', '.join(COMPANIONS)}", path=path)
+        return {name: store.read_whole(name, limit=_MOST_BYTES) for name in names}
 
 
 @contextlib.contextmanager

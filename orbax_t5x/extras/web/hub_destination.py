@@ -5,7 +5,6 @@ Safetensors files are added to a repository by a single commit.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from orbax_t5x.errors import CheckpointIOError, Fix, UnsupportedCheckpointError
@@ -46,9 +45,6 @@ class HubDestination(Destination):
 
     def check_apart(self, source: Checkpoint) -> None:
         """Permits every source: all of it was read before the commit."""
-
-    def claim(self, work: WorkDirectory) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()  # a commit on top of another than was looked at fails
 
     def publish(self, work: WorkDirectory, written: Path, writing: WriteOptions) -> None:
         files = {self._below + path.name: path for path in written.iterdir()}

@@ -14,7 +14,7 @@ import json
 import logging
 import socket
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,15 +30,16 @@ from orbax_t5x.operations.convert.destination import (
     Destination,
     check_apart_by_name,
     check_replaceable,
+    reason_not_replaceable,
     require_overwrite,
     staging_directory,
 )
 from orbax_t5x.operations.convert.output_format import WriteOptions
-from orbax_t5x.operations.convert.replaceable import reason_not_replaceable
-from orbax_t5x.operations.convert.upload_order import is_naming, upload_order
+from orbax_t5x.operations.convert.safetensors_layout import INDEX_NAME, SINGLE_NAME
 from orbax_t5x.operations.convert.work_directory import WORK_SUFFIX, WorkDirectory
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.readers.orbax.steps import COMMIT_FILE
+from orbax_t5x.readers.orbax.metadata import METADATA_FILE
+from orbax_t5x.readers.orbax.steps import COMMIT_FILE, MANIFEST_FILE, STEP_METADATA_FILE
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.text.wording import plain
 
@@ -88,10 +89,7 @@ class BucketDestination(Destination):
         self._marker_key = f"{parent}{slash}.{last}{WORK_SUFFIX}"
 
     def options(self, writing: WriteOptions) -> WriteOptions:
-        """Bounds the size of safetensors files.
-
-        TensorStore sends an object as a whole, from memory.
-        """
+        """Bounds the size of safetensors files."""
         self._limit = MEMORY_LIMIT_BYTES if writing.memory_limit_bytes is None else writing.memory_limit_bytes
         return writing.with_files_of(max(1, self._limit // _COPIES))
 
@@ -175,10 +173,7 @@ class BucketDestination(Destination):
         return self._do("reading it back", self._bucket.read(self._object(name))).value == path.read_bytes()
 
     def _send(self, names: Iterable[str], files: dict[str, Path]) -> None:
-        """Writes objects, many at a time within the memory limit.
-
-        It returns when all are stored.
-        """
+        """Writes objects, many at a time within the memory limit."""
         pending: deque[tuple[int, Any]] = deque()
         in_flight = 0
         try:
@@ -229,10 +224,7 @@ class BucketDestination(Destination):
         return marker, read.stamp.generation
 
     def _write_marker(self, marker: _Marker, generation: bytes | None = None) -> bool:
-        """Writes the marker, if its generation is still the newest.
-
-        Without a generation it always writes. False: it was not written.
-        """
+        """Writes the marker, if its generation is still the newest."""
         data = json.dumps(marker._asdict(), indent=1).encode()
         stamp = self._do(
             "writing the mark of a conversion", self._bucket.write(self._marker_key, data, if_equal=generation)
@@ -244,3 +236,35 @@ class BucketDestination(Destination):
             return future.result()
         except ValueError as error:
             raise remote_error(error, doing, path=self.name) from error
+
+
+# The files by which a directory is a checkpoint, in the order of writing. An item of Orbax with a manifest alone would
+# be opened without its metadata; with metadata alone it is an error.
+_NAMING = (STEP_METADATA_FILE, METADATA_FILE, MANIFEST_FILE, COMMIT_FILE, SINGLE_NAME, INDEX_NAME)
+
+
+class Stage(NamedTuple):
+    """Names to remove in order, then names to write together."""
+
+    remove: Sequence[str]
+    write: Sequence[str]
+
+
+def is_naming(name: str) -> bool:
+    """Reports whether a file makes its directory a checkpoint."""
+    return name in _NAMING
+
+
+def upload_order(new: Collection[str], there: Collection[str], same: Collection[str] = ()) -> list[Stage]:
+    """Orders the replacement of some files by others."""
+    naming = [name for name in _NAMING if name in new]
+    data = [name for name in new if not is_naming(name) and name not in same]
+    fresh = [name for name in data if name not in there]
+    in_place = [name for name in data if name in there]
+    old_naming = [name for name in reversed(_NAMING) if name in there]
+    rest = [name for name in there if name not in new and not is_naming(name)]
+    if not in_place and len(naming) == 1 and set(old_naming) <= set(naming):
+        # One object is replaced at once.
+        return [Stage([], fresh), Stage([], naming), Stage(rest, [])]
+    hide = [Stage([name], []) for name in old_naming]
+    return [Stage([], fresh), *hide, Stage([*rest, *in_place], in_place), *(Stage([], [name]) for name in naming)]

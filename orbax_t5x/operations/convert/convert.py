@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
 from orbax_t5x.concurrency import Cleanup, call_with_cleanup, guarded, is_meant_for_caller
@@ -31,7 +31,6 @@ from orbax_t5x.multihost.heartbeat import announce_exit
 from orbax_t5x.operations.convert.destination import Destination, LocalDestination
 from orbax_t5x.operations.convert.job import FORMATS, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
-from orbax_t5x.operations.convert.report import ConvertReport
 from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.registry import Registry
@@ -42,9 +41,51 @@ from orbax_t5x.restoring.options import AnyProcesses, RestoreOptions, check_dtyp
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, open_sources
 from orbax_t5x.text.progress_bar import Progress, shown_progress
-from orbax_t5x.text.wording import size_text
+from orbax_t5x.text.report import Page, Report, Section
+from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.trees.narrow import check_flag
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertReport(Report):
+    """Report of `orbax_t5x.convert`; `print(report)` shows it as text.
+
+    Attributes:
+      destination: the directory.
+      format: in which it was written.
+      leaves: how many arrays are there.
+      bytes: of their data, decoded.
+      seconds: wall time.
+      skipped: (shape, dtype name) of the leaves that were left out because the format cannot store them, by name.
+      kept_bytes: how many of the bytes an earlier conversion had written before it was killed; they were verified and
+        not written again.
+      rules: the transforms that were applied, as text; none that the source's record has already.
+    """
+
+    destination: str
+    format: str
+    leaves: int
+    bytes: int
+    seconds: float
+    skipped: Mapping[str, tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
+    kept_bytes: int = 0
+    rules: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as JSON values."""
+        skipped = {name: array_text(dtype, shape) for name, (shape, dtype) in self.skipped.items()}
+        return {**super().to_json(), "skipped": skipped}
+
+    def page(self) -> Page:
+        """Returns the contents for people."""
+        title = f"{leaves_text(self.leaves)} ({size_text(self.bytes)}) in {self.destination}, in {self.seconds:.1f} s"
+        kept = f"{size_text(self.kept_bytes)} of it was written already by a conversion that was killed"
+        what = "safetensors files" if self.format == "safetensors" else "Orbax"
+        names = [plain(f"{name}  {array_text(dtype, shape)}") for name, (shape, dtype) in self.skipped.items()]
+        sections = [Section(f"left out, because {what} cannot store it", names=names)] if names else []
+        return Page("conversion", title=title, head=[kept] if self.kept_bytes else [], sections=sections)
+
 
 _logger = logging.getLogger(__name__)
 
@@ -146,10 +187,7 @@ def convert_for(
     options: RestoreOptions,
     writing: WriteOptions,
 ) -> ConvertReport:
-    """Converts, with a target if there is one.
-
-    Its names, shapes and dtypes are written; None: everything, as it is.
-    """
+    """Converts, with a target if there is one."""
     name = _text_of(destination)
     return call_with_cleanup(lambda cleanup: _convert(target, source, name, transforms, options, writing, cleanup))
 
@@ -163,10 +201,7 @@ def _convert(
     writing: WriteOptions,
     cleanup: Cleanup,
 ) -> ConvertReport:
-    """Converts.
-
-    The cleanup, after the other processes have received a failure, ends what may still write.
-    """
+    """Converts."""
     started = time.monotonic()
     agreement = Agreement(options.multiprocessing_options, destination, "conversion", sends_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
@@ -259,10 +294,7 @@ def _plan(
     caller: Caller,
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
-    """Plans a restore of everything in the source.
-
-    The stack closes what was opened here.
-    """
+    """Plans a restore of everything in the source."""
     announce_exit()
     sources = open_sources(source, options, stack)
     if on_unsupported == "skip":
@@ -272,10 +304,7 @@ def _plan(
 
 
 def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
-    """Replaces leaves of unsupported types by placeholders.
-
-    A plan takes these.
-    """
+    """Replaces leaves of unsupported types by placeholders."""
     leaves: dict[str, Leaf] = {}
     for name, view in checkpoint.leaves.items():
         (leaf,) = view.leaves()

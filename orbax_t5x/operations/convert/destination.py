@@ -10,18 +10,22 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Generator
+import re
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Protocol
 
-from orbax_t5x.errors import CheckpointIOError, Fix
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, Fix
+from orbax_t5x.files.interface import Files
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.operations.convert.output_format import WriteOptions
-from orbax_t5x.operations.convert.replaceable import reason_not_replaceable
+from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME, WEIGHTS
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
-from orbax_t5x.readers import Checkpoint
+from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.readers.detect.probe import is_file
-from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
+from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
+from orbax_t5x.readers.orbax.open import read_step_metadata
+from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names, step_of_name
 
 # Formats whose checkpoints are steps below a root, of which the newest is opened.
 _WITH_STEPS = ("orbax", "t5x")
@@ -41,18 +45,11 @@ class Destination(Protocol):
     is_shared: bool
 
     def options(self, writing: WriteOptions) -> WriteOptions:
-        """Returns the options as this destination needs them.
-
-        Raises:
-          UnsupportedCheckpointError: the format is not written to it.
-        """
-        ...
+        """Returns the options as this destination needs them."""
+        return writing
 
     def check(self, writing: WriteOptions) -> None:
-        """Raises CheckpointIOError if the destination is taken.
-
-        It was not to be replaced.
-        """
+        """Raises CheckpointIOError if the destination is taken."""
         ...
 
     def check_apart(self, source: Checkpoint) -> None:
@@ -61,13 +58,10 @@ class Destination(Protocol):
 
     def claim(self, work: WorkDirectory) -> contextlib.AbstractContextManager[object]:
         """Keeps other conversions away, wherever they run, until the context ends."""
-        ...
+        return contextlib.nullcontext()  # the lock of the work directory, or a commit's parent, is enough
 
     def publish(self, work: WorkDirectory, written: Path, writing: WriteOptions) -> None:
-        """Makes a whole directory the destination's.
-
-        Its right to replace was checked.
-        """
+        """Makes a whole directory the destination's."""
         ...
 
 
@@ -84,9 +78,6 @@ class LocalDestination(Destination):
         self.target: Path = Path(os.path.abspath(os.path.expanduser(path)))
         self.name: str = str(self.target)
 
-    def options(self, writing: WriteOptions) -> WriteOptions:
-        return writing
-
     def check(self, writing: WriteOptions) -> None:
         if not os.path.lexists(self.target):
             return
@@ -96,9 +87,6 @@ class LocalDestination(Destination):
 
     def check_apart(self, source: Checkpoint) -> None:
         _check_apart(self.target, source)
-
-    def claim(self, work: WorkDirectory) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()  # the lock of the work directory is enough
 
     def publish(self, work: WorkDirectory, written: Path, writing: WriteOptions) -> None:
         work.put_in_place(written)
@@ -128,10 +116,7 @@ def check_replaceable(name: str, reason: str | None) -> None:
 
 
 def check_apart_by_name(name: str, source: Checkpoint) -> None:
-    """Refuses a remote destination inside or around the source.
-
-    By their URLs.
-    """
+    """Refuses a remote destination inside or around the source."""
     if source.path.startswith(f"{name}/"):
         raise _exists(name, f"holds the source {source.path!r}, so it is not replaced; choose another destination")
     for owner in (source.path, source.given_path if source.format in _WITH_STEPS else source.path):
@@ -159,10 +144,7 @@ def _check_apart(target: Path, source: Checkpoint) -> None:
 
 
 def _step_directory(source: Checkpoint, path: Path) -> Path | None:
-    """Returns the directory of the source's step, or None.
-
-    The source is the step or an item of it.
-    """
+    """Returns the directory of the source's step, or None."""
     if source.format not in _WITH_STEPS or source.step is None:
         return None
     if is_file(str(path.parent), STEP_METADATA_FILE):
@@ -173,13 +155,7 @@ def _step_directory(source: Checkpoint, path: Path) -> Path | None:
 
 @contextlib.contextmanager
 def made_parents(parent: Path) -> Generator[None, None, None]:
-    """Makes a directory and its missing parents.
-
-    It removes those that stay empty, at the end.
-
-    Raises:
-      CheckpointIOError: a directory cannot be made.
-    """
+    """Makes a directory and its missing parents."""
     with contextlib.ExitStack() as made:
         for path in reversed([path for path in (parent, *parent.parents) if not path.exists()]):
             try:
@@ -202,3 +178,48 @@ def _inside(target: str, message: str) -> CheckpointIOError:
 
 def _exists(target: str, message: str, fix: Fix | None = None) -> CheckpointIOError:
     return CheckpointIOError(message, path=target, fix=fix, errno=errno.EEXIST)
+
+
+# Names that Orbax writes into an item or a step beside arrays.
+_ORBAX_NAMES = re.compile(
+    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|_CHECKSUMS\.json|manifest\.ocdbt|d|ocdbt\.process_\d+"
+    r"|array_metadatas|checkpoint|commit_success\.txt|descriptor"
+)
+
+
+def reason_not_replaceable(store: Callable[[], Files], names: set[str] | None, writing: WriteOptions) -> str | None:
+    """Returns why a directory must not be replaced, or None."""
+    if names is None:
+        return "is not a directory"
+    if not names:
+        return None
+    if writing.format != "orbax":
+        # A user may have added a tokenizer.
+        written = {CONFIG_NAME, *(writing.beside or ())}
+        others = sorted(name for name in names - written if not WEIGHTS.fullmatch(name))
+        return f"holds {others[0]!r} beside safetensors files" if others else None
+    try:
+        known = _names_of_orbax(store(), names)
+    except CheckpointError as error:
+        return f"is not an Orbax checkpoint ({error.message})"
+    if known is None:
+        return "is not an Orbax checkpoint"
+    others = sorted(name for name in names if not _ORBAX_NAMES.fullmatch(name) and name not in known)
+    return f"is an Orbax checkpoint that holds {others[0]!r}, which Orbax did not write" if others else None
+
+
+def _names_of_orbax(root: Files, names: set[str]) -> set[str] | None:
+    """Lists a checkpoint's names of arrays and items, or None."""
+    known: set[str] = set()
+    if METADATA_FILE in names:
+        nodes = read_item_metadata(root, "", Limits()).nodes
+        known |= {node.param.split("/")[0] for node in nodes}
+    elif STEP_METADATA_FILE in names:
+        handlers = read_step_metadata(root, Limits()).get("item_handlers")
+        known |= set(handlers) if isinstance(handlers, dict) else set()
+        known |= set(item_names(root.path))
+        if not known:
+            return None
+    else:
+        return None
+    return known

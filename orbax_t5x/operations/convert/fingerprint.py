@@ -10,6 +10,7 @@ and a source without local files, cannot be identified: such a conversion always
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -30,18 +31,12 @@ _COMMON_FIELDS = frozenset({"shape", "dtype", "inputs", "leaf"})
 
 
 def arrays_digest(arrays: Sequence[PlannedArray]) -> str:
-    """Computes a digest of the names, shapes, dtypes and chunks.
-
-    It is equal in all processes of a conversion.
-    """
+    """Computes a digest of the names, shapes, dtypes and chunks."""
     return _hashed([[one.name, one.key, one.view.shape, one.view.dtype.name, one.chunk] for one in arrays])
 
 
 def conversion_digest(format: str, arrays: Sequence[PlannedArray], checkpoints: Mapping[str, Checkpoint]) -> str | None:
-    """Computes a conversion's digest, or returns None.
-
-    None: it cannot be identified.
-    """
+    """Computes a conversion's digest, or returns None."""
     stamps = {name: _stamp(checkpoint) for name, checkpoint in checkpoints.items()}
     names = {
         leaf: (source, name)
@@ -49,28 +44,11 @@ def conversion_digest(format: str, arrays: Sequence[PlannedArray], checkpoints: 
         for name, view in checkpoint.leaves.items()
         for leaf in view.leaves()
     }
-    nodes = _NodeDigests(names)
-    digests = [nodes.digest(array.view.node) for array in arrays]
-    if None in stamps.values() or None in digests:
-        return None
-    return _hashed([format, arrays_digest(arrays), digests, sorted(stamps.items())])
 
-
-class _NodeDigests:
-    """Digests of nodes, each made once."""
-
-    def __init__(self, names: Mapping[Leaf, tuple[str, str]]):
-        self._names = names
-        self._known: dict[Node, str | None] = {}
-
-    def digest(self, node: Node) -> str | None:
-        if node not in self._known:
-            self._known[node] = self._digest(node)
-        return self._known[node]
-
-    def _digest(self, node: Node) -> str | None:
-        inputs = [self.digest(one) for one in node.inputs]
-        leaf = None if node.own_leaf is None else self._leaf(node.own_leaf)
+    @functools.cache
+    def digest(node: Node) -> str | None:
+        inputs = [digest(one) for one in node.inputs]
+        leaf = None if node.own_leaf is None else names.get(node.own_leaf) or _value_digest(node.own_leaf)
         if None in inputs or (node.own_leaf is not None and leaf is None):
             return None
         fields = [
@@ -80,20 +58,20 @@ class _NodeDigests:
         ]
         return _hashed([type(node).__name__, node.shape, node.dtype.name, fields, inputs, leaf])
 
-    def _leaf(self, leaf: Leaf) -> Any:
-        """Returns a leaf's identity, or None."""
-        if leaf in self._names:
-            return self._names[leaf]
-        if isinstance(leaf, ValueLeaf) and not leaf.dtype.hasobject:
-            return hashlib.sha256(np.ascontiguousarray(np.asarray(leaf.value)).tobytes()).hexdigest()
+    digests = [digest(array.view.node) for array in arrays]
+    if None in stamps.values() or None in digests:
         return None
+    return _hashed([format, arrays_digest(arrays), digests, sorted(stamps.items())])
+
+
+def _value_digest(leaf: Leaf) -> str | None:
+    if not isinstance(leaf, ValueLeaf) or leaf.dtype.hasobject:
+        return None
+    return hashlib.sha256(np.ascontiguousarray(np.asarray(leaf.value)).tobytes()).hexdigest()
 
 
 def _stamp(checkpoint: Checkpoint) -> Any:
-    """Returns a stamp of a checkpoint's files, or None.
-
-    It changes with them; None without local files.
-    """
+    """Returns a stamp of a checkpoint's files, or None."""
     if url_scheme(checkpoint.path) is not None:
         return None
     files = sorted(_files(checkpoint.path))
@@ -101,10 +79,7 @@ def _stamp(checkpoint: Checkpoint) -> Any:
 
 
 def _files(path: str) -> Iterator[tuple[str, int, int, int]]:
-    """Yields the identities of a checkpoint's files.
-
-    They are (path, size, modification time, inode), of the directory or of the prefix.
-    """
+    """Yields the identities of a checkpoint's files."""
     root = Path(path)
     if root.is_dir():
         found = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]

@@ -61,10 +61,7 @@ class ConversionJob:
     """Writer of a plan's views into a directory."""
 
     def __init__(self, plan: RestorePlan, destination: Destination, writing: WriteOptions, agreement: Agreement):
-        """Checks that the plan can be stored.
-
-        All processes must be about to write the same.
-        """
+        """Checks that the plan can be stored."""
         self._plan = plan
         self._destination = destination
         self._target = destination.target
@@ -89,10 +86,7 @@ class ConversionJob:
             raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=destination.name)
 
     def run(self, cleanup: Cleanup, progress: OnProgress | None) -> WriteSummary:
-        """Writes the checkpoint.
-
-        `cleanup` ends after the other processes have received a failure.
-        """
+        """Writes the checkpoint."""
         work = self._take_work_directory(cleanup) if self._is_primary else None
         start = _StartMessage(*self._agreement.of_primary(None if work is None else self._begin(work)))
         to_do = [block for block in self._blocks if block.number not in set(start.kept)]
@@ -156,10 +150,7 @@ class ConversionJob:
             self._numbers.add(number)
 
     def _check_space(self, work: Path, nbytes: int) -> None:
-        """Refuses to begin if the disk will be full before the end.
-
-        A file may claim any size for a single element.
-        """
+        """Refuses to begin if the disk will be full before the end."""
         disk = os.statvfs(work)
         free = disk.f_bavail * disk.f_frsize
         most = self._format.most_compression
@@ -219,10 +210,7 @@ class ConversionJob:
         return leaves, nbytes, dict(skipped), kept
 
     async def _verify(self) -> None:
-        """Compares the source's checksums with everything read.
-
-        By all processes, and before a kill.
-        """
+        """Compares the source's checksums with everything read."""
         ranges: dict[int, list[ChecksummedRange]] = {}
         for entry in self._entries.values():
             for leaf, covered in entry.read:

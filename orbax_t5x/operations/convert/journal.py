@@ -59,10 +59,7 @@ class Journal:
     """Writer of a journal, for a single event loop."""
 
     def __init__(self, work: Path, number: int, conversion: str):
-        """Creates the journal `number` of a work directory.
-
-        `conversion` is the digest of the conversion.
-        """
+        """Creates the journal `number` of a work directory."""
         self._file = Descriptor(journal_path(work, number), _CREATE_FLAGS)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,12 +68,7 @@ class Journal:
         self._append([{"version": _VERSION, "conversion": conversion}])
 
     async def add(self, entry: JournalEntry, array: Any, sync: Callable[[Sequence[Any]], None]) -> None:
-        """Adds an entry, and returns when it is durable.
-
-        Entries added meanwhile are flushed together.
-
-        `sync` makes the data of some arrays durable.
-        """
+        """Adds an entry, and returns when it is durable."""
         self._pending.append((entry, array))
         async with self._lock:
             batch, self._pending = self._pending, []
@@ -122,12 +114,7 @@ def is_being_written(path: Path) -> bool:
 
 
 def read_journal(path: Path, conversion: str, blocks: int) -> list[JournalEntry] | None:
-    """Reads a journal, or returns None.
-
-    It stops at the first torn or foreign line; None for another conversion's journal.
-
-    No more than `blocks` lines are read.
-    """
+    """Reads a journal, or returns None."""
     entries: dict[int, JournalEntry] = {}
     with open(path, "rb", opener=lambda name, _: os.open(name, _READ_FLAGS)) as file:
         first = _parsed(file.readline(_MOST_LINE_BYTES))
@@ -143,10 +130,7 @@ def read_journal(path: Path, conversion: str, blocks: int) -> list[JournalEntry]
 
 
 def _as_entry(parsed: Any) -> JournalEntry | None:
-    """Converts a parsed line to an entry, or returns None.
-
-    None: `_as_json` never makes such a line.
-    """
+    """Converts a parsed line to an entry, or returns None."""
     if not (isinstance(parsed, list) and len(parsed) == 3 and isinstance(parsed[2], list)):
         return None
     block, crc, read = parsed
@@ -170,10 +154,7 @@ def _line(value: Any) -> bytes:
 
 
 def _parsed(line: bytes) -> Any:
-    """Parses a line with its end, or returns None.
-
-    None: it is torn, or no JSON.
-    """
+    """Parses a line with its end, or returns None."""
     crc, text = line[:_CRC_DIGITS], line[_CRC_DIGITS:].removesuffix(b"\n")
     if not line.endswith(b"\n") or crc != b"%08x" % CRC32C.extend(0, text):
         return None

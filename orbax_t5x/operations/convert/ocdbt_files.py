@@ -34,10 +34,8 @@ def remove_lock_files(directory: Path) -> None:
 
 
 async def remove_other_keys(spec: dict[str, Any], context: ts.Context, keys: Collection[str]) -> None:
-    """Deletes every key except `keys`.
-
-    Keys of a database merged with this database are not shadowed then.
-    """
+    """Deletes every key except `keys`."""
+    # They would shadow keys of a database that is merged with this one.
     store = await ts.KvStore.open({**spec, "path": ""}, context=context)
     for key in await store.list():
         if key.decode("utf-8", "surrogateescape") not in keys:
@@ -45,12 +43,7 @@ async def remove_other_keys(spec: dict[str, Any], context: ts.Context, keys: Col
 
 
 def remove_unreferenced(directory: Path) -> None:
-    """Removes a database's unreferenced files.
-
-    Its newest version does not refer to them; it must not be open.
-
-    Nothing is removed if TensorStore reports locations in another form than today's.
-    """
+    """Removes a database's unreferenced files."""
     matches = [_LOCATION.fullmatch(location) for location in _locations(directory)]
     referenced = {directory / "".join(match.groups()) for match in matches if match}
     if None in matches or not all(path.exists() for path in referenced):
@@ -61,10 +54,7 @@ def remove_unreferenced(directory: Path) -> None:
 
 
 def _locations(directory: Path) -> Iterator[str]:
-    """Yields the locations of a database's nodes and values.
-
-    Of its newest version, as TensorStore reports them.
-    """
+    """Yields the locations of a database's nodes and values."""
     base = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
     pending = [ts.ocdbt.dump(base).result()["versions"][-1]["root"].get("location")]
     while pending:

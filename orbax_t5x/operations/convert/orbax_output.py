@@ -43,7 +43,6 @@ from orbax_t5x.operations.convert.output_format import (
     nothing_to_write,
 )
 from orbax_t5x.operations.convert.partition import PlannedArray, PlannedBlock
-from orbax_t5x.operations.convert.sequences import with_sequences
 from orbax_t5x.provenance.records import checked_lineage, skipped_from_metadata
 from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.readers.box_sums import array_crc
@@ -139,10 +138,8 @@ class OrbaxFormat(OutputFormat):
             return WriteSummary(len(kept), sum(view.nbytes for view in kept), skipped)
 
     def note_finished(self) -> None:
-        """Counts the save of `finish` as Orbax does.
-
-        In its barriers all processes must have counted alike.
-        """
+        """Counts the save of `finish` as Orbax does."""
+        # In its barriers all processes must have counted alike.
         with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_only_this()) as checkpointer:
             checkpointer.synchronize_next_awaitable_signal_operation_id()
 
@@ -169,10 +166,7 @@ class _Database:
         """Does nothing: a write returns when the database has it on disk."""
 
     async def crc(self, block: PlannedBlock) -> int | None:
-        """Computes a written block's checksum, or returns None.
-
-        None: it cannot be read.
-        """
+        """Computes a written block's checksum, or returns None."""
         try:
             opened = await ts.open(ts.Spec(self.spec(block.array)), open=True, context=self.context)
             return await run_in_pool(reader_pool(), array_crc, await opened[box_slices(block.box)].read())
@@ -239,10 +233,7 @@ ocp.args.register_with_handler(_ItemHandler, for_save=True, for_restore=True)(_I
 
 
 def _database_name(number: int) -> str:
-    """Names a database's directory as Orbax does.
-
-    Orbax's own has the number 0.
-    """
+    """Names a database's directory as Orbax does."""
     return f"{PROCESS_PREFIX}{number}"
 
 
@@ -259,10 +250,7 @@ def _keys(blocks: set[PlannedBlock]) -> set[str]:
 
 
 def _arrays(prepared: PreparedSave, most: int) -> Iterator[PlannedArray]:
-    """Yields a tree's streamed arrays.
-
-    In chunks of `most` bytes if the source allows.
-    """
+    """Yields a tree's streamed arrays."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(prepared.tree)[0]:
         if isinstance(leaf, StreamedLeaf):
             key = ".".join(leaf_name((key,)) for key in path)
@@ -270,10 +258,7 @@ def _arrays(prepared: PreparedSave, most: int) -> Iterator[PlannedArray]:
 
 
 def _tree(plan: RestorePlan) -> Any:
-    """Nests the planned views, or returns the unnamed view.
-
-    A TF bundle may have `a` and `a/b`: the longer name then stays joined.
-    """
+    """Nests the planned views, or returns the unnamed view."""
     views = {entry.name: entry.view for entry in plan.entries}
     for name in views:
         if name.count("/") >= _MOST_LEVELS:
@@ -286,3 +271,56 @@ def _tree(plan: RestorePlan) -> Any:
     except ValueError:
         tree = unflatten(views, join_clashes=True)
     return unwrapped(tree) if plan.target.kind == "everything" else tree
+
+
+def with_sequences(tree: Any, plan: RestorePlan) -> Any:
+    """Turns dicts of a planned tree into lists as in the source."""
+    sequences: set[str] = set()
+    for prefix, checkpoint in plan.checkpoints.items():
+        sequences.update("/".join(part for part in (prefix, name) if part) for name in checkpoint.sequences)
+    return _ListBuilder(sequences, _origins(plan)).of("", tree) if sequences else tree
+
+
+def _origins(plan: RestorePlan) -> dict[str, set[str | None]]:
+    """Maps each container of the result to its source containers."""
+    origins: dict[str, set[str | None]] = {}
+    for entry in plan.entries:
+        for source in entry.sources:
+            for container, origin in _pairs(entry.name.split("/"), source.split("/")):
+                origins.setdefault(container, set()).add(origin)
+    return origins
+
+
+def _pairs(name: list[str], source: list[str]) -> list[tuple[str, str | None]]:
+    """Pairs containers above a leaf and above its source."""
+    shorter = min(len(name), len(source))
+    begin = next((depth for depth in range(shorter) if name[depth] != source[depth]), shorter)
+    end = next((depth for depth in range(shorter) if name[-1 - depth] != source[-1 - depth]), shorter)
+    pairs: list[tuple[str, str | None]] = []
+    for depth in range(len(name)):
+        origin = None
+        if depth < begin:
+            origin = "/".join(name[:depth])
+        elif depth >= len(name) - end:
+            origin = "/".join(source[: depth + len(source) - len(name)])
+        pairs.append(("/".join(name[:depth]), origin))
+    return pairs
+
+
+class _ListBuilder:
+    """Converter of a tree's dicts to lists."""
+
+    def __init__(self, sequences: set[str], origins: dict[str, set[str | None]]):
+        self._sequences = sequences
+        self._origins = origins
+
+    def of(self, name: str, node: Any) -> Any:
+        """Converts a node of the tree with all below it."""
+        if type(node) is not dict or not node:
+            return node
+        made = {key: self.of(f"{name}/{key}" if name else key, child) for key, child in node.items()}
+        # None and empty containers keep their names, and so does what only has such children.
+        if not self._origins.get(name, {name}) <= self._sequences:
+            return made
+        keys = [str(index) for index in range(len(made))]
+        return [made[key] for key in keys] if made.keys() == set(keys) else made

@@ -58,10 +58,7 @@ def cut_into_blocks(arrays: Iterable[PlannedArray]) -> list[PlannedBlock]:
 
 
 def divide_blocks(blocks: Sequence[PlannedBlock], count: int) -> list[list[PlannedBlock]]:
-    """Divides the blocks among `count` processes, balanced by bytes.
-
-    Arrays stay whole, and groups of small arrays too; only an array larger than a process's work share is divided.
-    """
+    """Divides the blocks among `count` processes, balanced by bytes."""
     if count == 1:
         return [list(blocks)]
     most = math.ceil(sum(block.nbytes for block in blocks) / count)
@@ -70,10 +67,7 @@ def divide_blocks(blocks: Sequence[PlannedBlock], count: int) -> list[list[Plann
 
 
 def _undivided(blocks: Sequence[PlannedBlock], most: int) -> Iterable[list[PlannedBlock]]:
-    """Yields groups of blocks for a single process each.
-
-    `most`: bytes of a process's work share.
-    """
+    """Yields groups of blocks for a single process each."""
     for group, members in itertools.groupby(blocks, key=lambda block: block.array.group):
         together = list(members)
         if group and _nbytes(together) * _GROUPS_PER_PROCESS <= most:

@@ -46,10 +46,7 @@ class BlockPipeline:
         limit: int,
         progress: OnProgress | None,
     ):
-        """Initializes a pipeline.
-
-        `leaves`: the numbers of the stored leaves; `limit`: bytes of host memory.
-        """
+        """Initializes a pipeline."""
         self._store = store
         self._journal = journal
         self._stop_file = work / STOP_FILE
@@ -59,12 +56,7 @@ class BlockPipeline:
         self._stats = ReadStats("touched", limit)
 
     async def run(self, blocks: Sequence[PlannedBlock]) -> None:
-        """Writes blocks.
-
-        It takes at least a block, and returns when all are durable, or when another process has failed.
-
-        When it raises, nothing is being written any more.
-        """
+        """Writes blocks."""
         limit = min(self._limit, COPIES_PER_BLOCK * _bytes_in_flight(blocks))
         total = sum(block.nbytes for block in blocks)
         await for_each_block(self._writes(blocks), limit, total, self._progress)
@@ -116,20 +108,14 @@ class BlockPipeline:
 
 
 def _bytes_in_flight(blocks: Sequence[PlannedBlock]) -> int:
-    """Returns the bytes of blocks that may be in flight.
-
-    No more than the largest array has, or some small arrays.
-    """
+    """Returns the bytes of blocks that may be in flight."""
     largest_array = max(block.array.view.nbytes for block in blocks)
     largest_block = max(block.nbytes for block in blocks)
     return max(min(largest_array, _MOST_LARGE_BLOCKS * largest_block), _LEAST_IN_FLIGHT)
 
 
 async def _copied(block: PlannedBlock, output: BlockOutput, stats: ReadStats) -> int | None:
-    """Copies a block between files; returns its checksum or None.
-
-    None: the bytes are to be changed on the way.
-    """
+    """Copies a block between files; returns its checksum or None."""
     leaf = block.array.view.leaf
     if not (isinstance(output, TensorInFile) and isinstance(leaf, ByteRangeLeaf)) or leaf.is_remote:
         return None

@@ -74,10 +74,7 @@ def unsupported_reason(name: str, dtype: np.dtype) -> str | None:
 
 
 def plan_files(tensors: Sequence[Tensor], max_bytes: int = MAX_FILE_BYTES) -> list[PlannedFile]:
-    """Plans the fewest files that hold a model.
-
-    Each has at most `max_bytes` of data, or a single tensor.
-    """
+    """Plans the fewest files that hold a model."""
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in sorted(tensors):
@@ -126,10 +123,7 @@ def index_of(files: Sequence[PlannedFile], tensors: Sequence[Tensor]) -> bytes:
 
 
 def create(file: PlannedFile, directory: Path) -> Path:
-    """Makes a file with its header and its full size.
-
-    Its tensors are holes.
-    """
+    """Makes a file with its header and its full size."""
     path = directory / file.name
     with path.open("xb") as opened:
         opened.write(file.head)
@@ -167,12 +161,7 @@ class TensorInFile:
             os.close(file)
 
     async def copy(self, box: Box, leaf: ByteRangeLeaf, stats: ReadStats) -> int | None:
-        """Copies a box from a leaf, and returns its crc32c.
-
-        The leaf has the same shape and dtype.
-
-        None, and nothing is written, where the leaf stores it otherwise.
-        """
+        """Copies a box from a leaf, and returns its crc32c."""
         return await await_to_end(run_in_pool(reader_pool(), self._copy, box, leaf, stats))
 
     def _copy(self, box: Box, leaf: ByteRangeLeaf, stats: ReadStats) -> int | None:
@@ -183,10 +172,7 @@ class TensorInFile:
             os.close(file)
 
     def read(self, box: Box) -> np.ndarray:
-        """Reads a box back; blocks.
-
-        An EOFError if the file ends first.
-        """
+        """Reads a box back; blocks."""
         out = empty_array(box_shape(box), self._tensor.dtype)
         file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
         try:

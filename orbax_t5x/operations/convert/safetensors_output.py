@@ -132,10 +132,7 @@ class _SharedFiles:
 
 
 def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Lists the leaves to leave out, with shape and dtype.
-
-    A single error for all is raised unless they may be skipped.
-    """
+    """Lists the leaves to leave out, with shape and dtype."""
     reasons = {
         name: reason for name, view in views.items() if (reason := unsupported_reason(name, np.dtype(view.dtype)))
     }
@@ -151,10 +148,7 @@ def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tu
 
 
 def _cast(views: Mapping[str, View], dtype: Any) -> dict[str, View]:
-    """Casts floating-point model parameters to `dtype`.
-
-    All leaves, if no name marks some as parameters.
-    """
+    """Casts floating-point model parameters to `dtype`."""
     if dtype is None:
         return dict(views)
     wanted = as_dtype(dtype)

@@ -51,10 +51,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def work_directory_of(target: Path) -> Path:
-    """Returns the first choice for the work directory.
-
-    It is beside the destination, because renames are atomic there.
-    """
+    """Returns the first choice for the work directory."""
     return target.parent / f".{target.name}{WORK_SUFFIX}"
 
 
@@ -65,14 +62,7 @@ class WorkDirectory:
     """
 
     def __init__(self, target: Path, name: str | None = None):
-        """Locks the directory, and puts back renamed destinations.
-
-        A killed conversion had renamed them away.
-
-        Args:
-          target: what it is beside.
-          name: of the destination, for errors; by default the target.
-        """
+        """Locks the directory, and puts back renamed destinations."""
         self.is_kept = False
         self._target = target
         self.path, self._lock = _take(target, name or str(target))
@@ -86,10 +76,7 @@ class WorkDirectory:
             raise
 
     def owner(self) -> str:
-        """Returns a text for this directory's other belongings.
-
-        It stays the same as long as the directory.
-        """
+        """Returns a text for this directory's other belongings."""
         path = self.path / _OWNER
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             owner = file.read(_OWNER_DIGITS + 1)
@@ -113,10 +100,7 @@ class WorkDirectory:
                     os.unlink(entry.name, dir_fd=self._lock.number)
 
     def put_in_place(self, written: Path) -> None:
-        """Moves a written directory to the destination.
-
-        The old destination is moved in here.
-        """
+        """Moves a written directory to the destination."""
         replaced = self.path / _REPLACED
         try:
             if os.path.lexists(self._target):
@@ -148,10 +132,7 @@ class WorkDirectory:
 
 
 def _take(target: Path, name: str) -> tuple[Path, Descriptor]:
-    """Makes or finds a work directory of ours, and locks it.
-
-    Returns the descriptor that holds the lock.
-    """
+    """Makes or finds a work directory of ours, and locks it."""
     first = work_directory_of(target)
     for number in range(_MOST_NAMES):
         path = first.with_name(f"{first.name}.{number}") if number else first
@@ -164,10 +145,7 @@ def _take(target: Path, name: str) -> tuple[Path, Descriptor]:
 
 
 def _lock(path: Path, target: Path, name: str) -> Descriptor | None:
-    """Makes and locks a work directory, or returns None.
-
-    None: something else has its name.
-    """
+    """Makes and locks a work directory, or returns None."""
     while True:
         is_new = True
         try:
@@ -202,12 +180,7 @@ def _is_private(found: os.stat_result, forbidden: int = _WRITABLE_BY_OTHERS) -> 
 
 
 def _holds_a_conversion(directory: int, destination: str) -> bool:
-    """Tests if a directory holds only a conversion's files.
-
-    All must be made by this user.
-
-    The contents of what was replaced are the user's own, and are never read.
-    """
+    """Tests if a directory holds only a conversion's files."""
     directories = re.compile(rf"{BLOCKS_DIRECTORY}|{_REPLACED}|{re.escape(destination)}(\..*)?")
     forbidden = _WRITABLE_BY_OTHERS & _umask()
     for parent, below, _, opened in os.fwalk(".", dir_fd=directory):
@@ -226,10 +199,7 @@ def _holds_a_conversion(directory: int, destination: str) -> bool:
 
 
 def _umask() -> int:
-    """Reads the mask of new files.
-
-    Setting it, the only other way, would be seen by other threads.
-    """
+    """Reads the mask of new files."""
     try:
         found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
