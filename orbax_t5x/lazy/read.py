@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,9 +18,9 @@ from orbax_t5x.concurrency import reader_pool, run_in_pool, run_on_read_thread, 
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.files.memory import empty_array, naming_memory_errors
-from orbax_t5x.files.windows import MAX_GAP_BYTES, FileWindow, holding, read_windows, windows_of
+from orbax_t5x.files.windows import MAX_GAP_BYTES, holding, read_windows, windows_of
 from orbax_t5x.lazy.box import Box, box_shape
-from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, Leaf, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
 from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.read_stats import ReadStats, Verify, note_read
 from orbax_t5x.lazy.value import ValueLeaf
@@ -54,9 +55,11 @@ async def read_all(reads: Iterable[LeafReads], stats: ReadStats) -> None:
     Small neighbours in a file are read together.
     """
     neighbours, rest = _neighbours(reads)
-    pool = waiting_pool() if any(leaf.is_remote for some in neighbours for leaf, _ in some) else reader_pool()
-    together = [run_in_pool(pool, _read_neighbours, some, stats) for some in neighbours]
-    await wait_all([*together, *(leaf.read_into(requests, stats) for leaf, requests in rest)])
+    together = [
+        run_in_pool(waiting_pool() if file.is_remote else reader_pool(), _read_neighbours, file, rows, stats)
+        for file, rows in neighbours
+    ]
+    await wait_all([*together, *[leaf.read_into(requests, stats) for leaf, requests in rest]])
 
 
 def read_all_blocking(reads: Iterable[LeafReads], stats: ReadStats, is_stopped: Callable[[], bool]) -> bool:
@@ -65,10 +68,10 @@ def read_all_blocking(reads: Iterable[LeafReads], stats: ReadStats, is_stopped: 
     Returns False if it was stopped.
     """
     neighbours, rest = _neighbours(reads)
-    for some in neighbours:
+    for file, rows in neighbours:
         if is_stopped():
             return False
-        _read_neighbours(some, stats)
+        _read_neighbours(file, rows, stats)
     for leaf, requests in rest:
         if is_stopped():
             return False
@@ -77,68 +80,69 @@ def read_all_blocking(reads: Iterable[LeafReads], stats: ReadStats, is_stopped: 
     return True
 
 
-def _neighbours(reads: Iterable[LeafReads]) -> tuple[list[list[LeafReads]], list[LeafReads]]:
+class _Row(NamedTuple):
+    """Bytes [start, stop) of a file, with the leaf and its requests."""
+
+    start: int
+    stop: int
+    leaf: BlockingLeaf
+    requests: list[Request]
+
+
+def _neighbours(reads: Iterable[LeafReads]) -> tuple[list[tuple[StoredFile, list[_Row]]], list[LeafReads]]:
     """Divides reads into small whole leaves, by file, and the rest."""
-    by_file: dict[StoredFile, list[LeafReads]] = {}
+    by_file: dict[StoredFile, list[_Row]] = {}
     rest: list[LeafReads] = []
     for leaf, requests in reads:
-        extent = _shared_extent(leaf, requests)
-        (rest if extent is None else by_file.setdefault(extent.file, [])).append((leaf, requests))
-    for file, some in list(by_file.items()):
-        if len(some) == 1:
-            rest += by_file.pop(file)
-    return list(by_file.values()), rest
+        extent = leaf.extent if isinstance(leaf, BlockingLeaf) and leaf.error is None else None
+        if extent is not None and _is_shared(leaf, extent.stop - extent.start, requests):
+            assert isinstance(leaf, BlockingLeaf)
+            by_file.setdefault(extent.file, []).append(_Row(extent.start, extent.stop, leaf, requests))
+        else:
+            rest.append((leaf, requests))
+    for file, rows in list(by_file.items()):
+        if len(rows) == 1:
+            del by_file[file]
+            rest.append((rows[0].leaf, rows[0].requests))
+    return list(by_file.items()), rest
 
 
-def _shared_extent(leaf: Leaf, requests: Sequence[Request]) -> FileExtent | None:
-    """Returns a small, mostly wanted leaf's extent, or None."""
-    extent = leaf.extent if isinstance(leaf, BlockingLeaf) and leaf.error is None else None
-    if extent is None or extent.stop - extent.start > _SHARED_BYTES:
-        return None
-    if any(request.out.shape == leaf.shape for request in requests):
-        return extent
-    wanted = leaf.bytes_of(tuple([request.box for request in requests]))
-    return extent if extent.stop - extent.start - wanted < MAX_GAP_BYTES else None
+def _is_shared(leaf: Leaf, size: int, requests: Sequence[Request]) -> bool:
+    """Tests if a leaf is small and mostly wanted."""
+    if size > _SHARED_BYTES:
+        return False
+    if requests[0].out.shape == leaf.shape:
+        return True
+    return size - leaf.bytes_of(tuple([request.box for request in requests])) < MAX_GAP_BYTES
 
 
-def _read_neighbours(reads: Sequence[LeafReads], stats: ReadStats) -> None:
+def _read_neighbours(file: StoredFile, rows: Sequence[_Row], stats: ReadStats) -> None:
     """Reads small leaves of a file by windows.
 
     It proves once that the file has not changed; blocks.
 
     A window that cannot be read is read again leaf by leaf, so that the error names the right one.
     """
-    extents = [leaf.extent for leaf, _ in reads if isinstance(leaf, BlockingLeaf) and leaf.extent is not None]
-    file = extents[0].file
-    windows = list(windows_of([(start, stop) for _, start, stop in extents]))
-    left = deque(windows)
+    windows = deque(windows_of([row[:2] for row in rows]))
+    first = rows[0].leaf.name
     try:
-        for window, data in read_windows(file, windows, leaf=reads[0][0].name):
+        for window, data in read_windows(file, list(windows), leaf=first):
+            wanted, covered, end = 0, 0, window.start
             with holding(file, window.start, data):
-                gaps = window.size - _read_members(window, reads, extents, stats)
-            stats.count(0, gaps)
-            left.popleft()
+                for number in window.members:
+                    start, stop, leaf, requests = rows[number]
+                    wanted += leaf.read_held(requests, data[start - window.start : stop - window.start], stats)
+                    covered += max(0, stop - max(start, end))
+                    end = max(end, stop)
+            stats.count(wanted, window.size - covered)
+            windows.popleft()
     except CorruptCheckpointError as error:
         file.check_unchanged(leaf=error.leaf)
-        for window in left:
-            _read_members(window, reads, extents, stats)
+        for window in windows:
+            for number in window.members:
+                rows[number].leaf.read_blocking(rows[number].requests, stats)
         raise
-    file.check_unchanged(leaf=reads[0][0].name)
-
-
-def _read_members(
-    window: FileWindow, reads: Sequence[LeafReads], extents: Sequence[FileExtent], stats: ReadStats
-) -> int:
-    """Reads the leaves of a window; returns their extents' bytes."""
-    covered, end = 0, window.start
-    for number in window.members:
-        leaf, requests = reads[number]
-        assert isinstance(leaf, BlockingLeaf)
-        leaf.read_blocking(requests, stats)
-        _, start, stop = extents[number]
-        covered += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return covered
+    file.check_unchanged(leaf=first)
 
 
 def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:

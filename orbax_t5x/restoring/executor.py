@@ -35,10 +35,12 @@ import numpy as np
 
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, call_of_user, run_in_pool
+from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.files.memory import naming_memory_errors
-from orbax_t5x.lazy import Leaf, ReadStats, ValueLeaf, slices_within
+from orbax_t5x.lazy import Leaf, ReadStats, Request, ValueLeaf, slices_within
 from orbax_t5x.lazy.box import box_shape
-from orbax_t5x.restoring.execute.buffers import check_value, explicit_transfers, layout_of, make_value
+from orbax_t5x.lazy.read import LeafReads
+from orbax_t5x.restoring.execute.buffers import check_value, explicit_transfers, layouts_of, make_value
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
 from orbax_t5x.restoring.fallback import ComputedLeaf
@@ -96,7 +98,8 @@ def has_transfers(entries: Iterable[PlanEntry]) -> bool:
 
     Whatever the default backend is.
     """
-    shardings = {entry.leaf.sharding for entry in entries if entry.leaf is not None and not entry.leaf.is_on_host}
+    leaves = {id(entry.leaf): entry.leaf for entry in entries}.values()
+    shardings = {leaf.sharding for leaf in leaves if leaf is not None and not leaf.is_on_host}
     platforms = {device.platform for sharding in shardings if sharding is not None for device in sharding.device_set}
     if None in shardings:
         untyped: Any = jax.config
@@ -142,7 +145,7 @@ class Execution:
             self._reader.in_memory = self._computed_leaves(entries, self._plan.fallback)
         groups = group_entries(own, self._limit)
         for group in groups:
-            self._pending.update(group.leaves.keys())
+            self._pending.update(group.leaves)
         if groups or self._is_joint:
             self._read(groups)
         self._reader.in_memory = {}
@@ -219,13 +222,13 @@ class Execution:
 
         None: another group has failed meanwhile.
         """
-        buffers, stages = _allocate(group)
-        return buffers if self._reader.fill(stages, group.entries[0]) else None
+        buffers, bare, stages = _allocate(group)
+        return buffers if self._reader.fill(stages, group.entries[0], bare) else None
 
     async def _read_awaited(self, group: Group, pool: concurrent.futures.Executor) -> _Buffers:
         """Awaits a group's reads, and computes in a worker thread."""
-        buffers, stages = _allocate(group)
-        await self._reader.fill_awaited(stages, group.entries[0], pool)
+        buffers, bare, stages = _allocate(group)
+        await self._reader.fill_awaited(stages, group.entries[0], pool, bare)
         return buffers
 
     async def _verify_group(self, group: Group) -> None:
@@ -233,14 +236,19 @@ class Execution:
         for leaf in group.leaves:
             self._pending[leaf] -= 1
             if not self._pending[leaf]:
-                self._verified[leaf] = await leaf.verify_checksum(self._stats, self._stats.ranges(leaf))
+                has_sums = self._stats.verify != "off" and leaf.checksums is not None
+                ranges = self._stats.ranges(leaf) if has_sums else ()
+                self._verified[leaf] = await leaf.verify_checksum(self._stats, ranges) if has_sums else None
 
     # -- results
 
     def _place(self, entries: Sequence[PlanEntry], buffers: _Buffers) -> list[Any]:
         """Makes the values of entries, in the caller's thread, and returns them."""
         with explicit_transfers():
-            placed = {entry.name: make_value(entry, buffers.pop(entry.name)) for entry in entries}
+            placed = {
+                entry.name: make_value(entry, layout, buffers.pop(entry.name))
+                for entry, layout in zip(entries, layouts_of(entries), strict=True)
+            }
         for entry in entries:
             check_value(entry, placed[entry.name])
         self._values.update(placed)
@@ -284,6 +292,9 @@ class Execution:
 
     def _report(self, seconds: float) -> RestoreReport:
         stored = [(leaf, verified) for leaf, verified in self._verified.items() if not leaf.is_value]
+        bare = [leaf for leaf, verified in stored if verified is None]
+        if self._stats.verify == "off":
+            bare = [leaf for leaf in bare if leaf.checksums is None]
         return RestoreReport(
             bytes_read=self._stats.bytes_read,
             gap_bytes=self._stats.gap_bytes,
@@ -291,30 +302,36 @@ class Execution:
             fill_chunks=self._stats.fill_chunks,
             verified=tuple(sorted([leaf.name for leaf, verified in stored if verified])),
             unverified=tuple(sorted([leaf.name for leaf, verified in stored if verified is False])),
-            without_checksum=tuple(sorted([leaf.name for leaf, _ in stored if leaf.checksums is None])),
+            without_checksum=tuple(sorted([leaf.name for leaf in bare])),
             seconds=seconds,
             bytes_received=self._bytes_received,
             from_fallback=self._plan.filled,
         )
 
 
-def _allocate(group: Group) -> tuple[_Buffers, list[list[BufferedPiece]]]:
+def _allocate(group: Group) -> tuple[_Buffers, list[LeafReads], list[list[BufferedPiece]]]:
     """Allocates the buffers of each entry's shards.
 
-    Returns them and the pieces to read into them, by stage.
+    Returns them, and what to read into them: bare leaves, and pieces by stage.
     """
     buffers: _Buffers = {}
     outs: _Buffers = {}
-    for entry in group.entries:
-        assert entry.view is not None
+    layouts = dict(zip(group.entries, layouts_of(group.entries), strict=True))
+    entry = group.entries[0]
+    try:
+        for entry, layout in layouts.items():
+            assert entry.view is not None
+            buffers[entry.name], outs[entry.name] = layout.allocate(entry.view.node.dtype)
+    except (LimitExceededError, MemoryError) as error:
         with naming_memory_errors(entry.leaves[0].path, entry.name):
-            buffers[entry.name], outs[entry.name] = layout_of(entry).allocate(np.dtype(entry.view.dtype))
+            raise error
+    bare = [(entry.leaves[0], list(map(Request, layouts[entry].read_boxes, outs[entry.name]))) for entry in group.bare]
     stages: list[list[BufferedPiece]] = []
     for pieces in group.stages:
         stages.append([])
         for piece in pieces:
             out = outs[piece.entry.name][piece.box_index]
             if out.shape != box_shape(piece.box):
-                out = out[slices_within(piece.box, layout_of(piece.entry).read_boxes[piece.box_index])]
+                out = out[slices_within(piece.box, layouts[piece.entry].read_boxes[piece.box_index])]
             stages[-1].append((piece, out))
-    return buffers, stages
+    return buffers, bare, stages

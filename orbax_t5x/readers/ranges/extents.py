@@ -18,15 +18,6 @@ from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.leaf import FileExtent
 
 
-def extent_of(stored: StoredBytes, offset: int, size: int) -> FileExtent | None:
-    """Returns a file's bytes behind stored bytes, or None."""
-    if isinstance(stored, DeferredExtents):
-        return None
-    return (
-        stored.extent(offset, size) if isinstance(stored, JoinedExtents) else FileExtent(stored, offset, offset + size)
-    )
-
-
 class ByteExtent(NamedTuple):
     """`size` bytes of a file from `start` on."""
 

@@ -12,12 +12,13 @@ from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32C, Crc
 from orbax_t5x.files.interface import FilePlace
-from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, FileExtent, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome, StoredRange
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
-from orbax_t5x.readers.ranges.extents import extent_of
+from orbax_t5x.readers.ranges.extents import DeferredExtents, JoinedExtents
+from orbax_t5x.readers.ranges.scatter import as_stored
 from orbax_t5x.readers.ranges.strided import StridedRange
 
 
@@ -74,7 +75,11 @@ class ByteRangeLeaf(RangeLeaf):
 
     @property
     def extent(self) -> FileExtent | None:
-        return extent_of(self.range.file, self.range.offset, self.range.nbytes)
+        file, offset = self.range.file, self.range.offset
+        if isinstance(file, DeferredExtents):
+            return None
+        size = self.range.nbytes
+        return file.extent(offset, size) if isinstance(file, JoinedExtents) else FileExtent(file, offset, offset + size)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         return self.range.bytes_of(boxes)
@@ -86,6 +91,25 @@ class ByteRangeLeaf(RangeLeaf):
         stats.count(outcome.wanted, outcome.gaps)
         for one in outcome.ranges:
             stats.add_range(self, one)
+
+    def read_held(self, requests: Sequence[Request], data: np.ndarray, stats: ReadStats) -> int:
+        stored = self.range
+        is_one = len(requests) == 1
+        wanted = requests[0].out.nbytes if is_one else self.bytes_of(tuple([request.box for request in requests]))
+        is_summed = self.crc is not None and stats.verify != "off"
+        # A sum is of the whole; joined ranges may lie in another order.
+        is_other = isinstance(stored.file, JoinedExtents) or (is_summed and wanted != data.nbytes)
+        if is_other or not isinstance(stored, ByteRange) or stored.swap or not as_stored(self.dtype):
+            return super().read_held(requests, data, stats)
+        array = data.view(self.dtype).reshape(self.shape)
+        for box, out in requests:
+            part = array if out.shape == self.shape else array[box_slices(box)]
+            if part.shape != out.shape or out.dtype != self.dtype:
+                raise ValueError(f"{self.name}: a buffer of {out.dtype} {out.shape} for {box} of {self!r}")
+            out[...] = part
+        if is_summed and wanted:
+            stats.add_range(self, ChecksummedRange(0, wanted, stored.kind.extend(0, data)))
+        return wanted
 
     def copy_blocking(self, box: Box, sink: Callable[[int, np.ndarray], None], stats: ReadStats) -> int | None:
         """Passes a box's bytes to `sink` and returns their crc32c.

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,8 @@ class BufferLayout:
       size: bytes of the allocation.
       position_of: (start, stop) per dimension, as a shard's index has them -> position in `boxes`.
       read_boxes: the boxes to read. Shards that follow one another along the leading dimension, and so in memory, are
-        read as one: one request, one call and one checksum instead of one per device.
+        read as one: one request, one call and one checksum instead of one per device. `read_shapes` are theirs.
+      asked: the boxes in the order in which JAX asks for shards, once it has.
     """
 
     boxes: tuple[Box, ...]
@@ -50,11 +51,11 @@ class BufferLayout:
     size: int
     position_of: Mapping[Any, int]
     read_boxes: tuple[Box, ...]
+    read_shapes: tuple[tuple[int, ...], ...]
+    asked: list[int] = dataclasses.field(default_factory=list[int])
 
     def allocate(self, dtype: np.dtype) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Allocates buffers of all boxes and of the boxes to read.
-
-        They share the same memory.
 
         All is one allocation, which lives as long as the array that adopts it.
         """
@@ -62,15 +63,17 @@ class BufferLayout:
             outs = [empty_array(shape, dtype) for shape in self.shapes]
             return outs, outs
         memory = empty_array((self.size + _ALIGNMENT,), _BYTE)
-        first = -memory.ctypes.data % _ALIGNMENT
+        first = -memory.__array_interface__["data"][0] % _ALIGNMENT
+        if len(self.boxes) == 1:
+            outs = [memory[first : first + self.size].view(dtype).reshape(self.shapes[0])]
+            return outs, outs
         outs = [
             memory[first + start : first + stop].view(dtype).reshape(shape)
             for start, stop, shape in zip(self.starts, self.stops, self.shapes, strict=True)
         ]
         if self.read_boxes is self.boxes:
             return outs, outs
-        (whole,) = self.read_boxes
-        return outs, [memory[first : first + self.size].view(dtype).reshape(box_shape(whole))]
+        return outs, [memory[first : first + self.size].view(dtype).reshape(self.read_shapes[0])]
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -89,7 +92,8 @@ def _layout(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], item
     position_of = {_raw_index(index): positions[box_of_index(index or (), shape)] for index in indices}
     joined = _joined(boxes, shape) if starts[1:] == stops[:-1] else None
     read_boxes = boxes if joined is None else (joined,)
-    return BufferLayout(boxes, tuple(map(box_shape, boxes)), tuple(starts), tuple(stops), end, position_of, read_boxes)
+    shapes, read_shapes = tuple(map(box_shape, boxes)), tuple(map(box_shape, read_boxes))
+    return BufferLayout(boxes, shapes, tuple(starts), tuple(stops), end, position_of, read_boxes, read_shapes)
 
 
 def _joined(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
@@ -115,7 +119,22 @@ def layout_of(entry: PlanEntry) -> BufferLayout:
     return _layout(entry.leaf.sharding, entry.leaf.shape, entry.view.dtype.itemsize)
 
 
-def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
+def layouts_of(entries: Iterable[PlanEntry]) -> list[BufferLayout]:
+    """Returns the layouts of entries, asked once per target leaf."""
+    known: dict[tuple[int, int], BufferLayout] = {}
+    layouts: list[BufferLayout] = []
+    for entry in entries:
+        assert entry.view is not None
+        # Like leaves of a target are one object; to compare shardings costs more.
+        key = id(entry.leaf), entry.view.node.dtype.itemsize
+        layout = known.get(key)
+        if layout is None:
+            layout = known[key] = layout_of(entry)
+        layouts.append(layout)
+    return layouts
+
+
+def make_value(entry: PlanEntry, layout: BufferLayout, buffers: Sequence[np.ndarray]) -> Any:
     """Makes a leaf's value from its boxes' buffers.
 
     In a context of `explicit_transfers`.
@@ -130,13 +149,28 @@ def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
         # All devices are other processes'; `make_array_from_callback` would request data nevertheless.
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=view.dtype)
     else:
-        position_of = layout_of(entry).position_of
-        array = jax.make_array_from_callback(
-            leaf.shape,
-            leaf.layout if leaf.layout is not None else leaf.sharding,
-            lambda index: buffers[position_of[_raw_index(index)]],
-        )
+        array = _sharded(leaf, layout, buffers)
     return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
+
+
+def _sharded(leaf: TargetLeaf, layout: BufferLayout, buffers: Sequence[np.ndarray]) -> jax.Array:
+    """Makes a sharded array.
+
+    The first array of a layout records the order in which JAX asks for shards, which is the same for all.
+    """
+    if layout.asked:
+        # In C: each call takes the next buffer, and one too many returns the index, which is no array.
+        following: Any = functools.partial(next, map(buffers.__getitem__, layout.asked))
+        return jax.make_array_from_callback(leaf.shape, leaf.placing, following)
+    asked: list[int] = []
+
+    def buffer_of(index: Any) -> np.ndarray:
+        asked.append(layout.position_of[_raw_index(index)])
+        return buffers[asked[-1]]
+
+    array = jax.make_array_from_callback(leaf.shape, leaf.placing, buffer_of)
+    layout.asked[:] = asked
+    return array
 
 
 def explicit_transfers() -> contextlib.AbstractContextManager[Any]:
@@ -169,7 +203,7 @@ def check_value(entry: PlanEntry, value: Any) -> None:
             clash = "dtype", value.dtype, leaf.key_impl
     elif value.dtype != leaf.dtype:
         clash = "dtype", value.dtype, leaf.dtype
-    if clash is None and leaf.sharding is not None and not leaf.is_on_host and value.sharding != leaf.sharding:
+    if clash is None and leaf.kind != "numpy" and leaf.sharding not in (None, value.sharding):
         if not value.sharding.is_equivalent_to(leaf.sharding, value.ndim):
             clash = "sharding", value.sharding, leaf.sharding
     if clash is not None:

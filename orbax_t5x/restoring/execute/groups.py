@@ -11,14 +11,17 @@ geometry: nothing is allocated or read.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from orbax_t5x.lazy import BlockingLeaf, Box, Leaf, View
-from orbax_t5x.restoring.execute.buffers import layout_of
+from orbax_t5x.lazy.node import LeafNode
+from orbax_t5x.restoring.execute.buffers import layout_of, layouts_of
 from orbax_t5x.restoring.plan import PlanEntry, boxes_by_leaf
 
 # Scratch that one stage may need. Smaller: more stages, each of which waits for the one before. Larger: more memory
@@ -207,40 +210,36 @@ class ReadsLeaves(Protocol):
 _Reading = TypeVar("_Reading", bound=ReadsLeaves)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Group:
     """Group of entries that are read together.
 
-    They share stored bytes, or are small.
+    Bare leaves that no other entry wants are read whole in the first stage, and have no pieces.
 
-    `size` counts results and scratch on the host. A group is `blocking` where all leaves are read by blocking calls,
-    one after the other. Remote ones are not: their round trips overlap.
+    Attributes:
+      size: bytes of results and scratch on the host.
+      blocking: whether all leaves are read by blocking calls. Remote ones are not: their round trips overlap.
+      bare: the entries without pieces.
     """
 
     entries: list[PlanEntry]
     size: int
-    leaves: dict[Leaf, None]
-    stages: list[list[Piece]]
+    leaves: list[Leaf]
     blocking: bool
+    stages: list[list[Piece]]
+    bare: list[PlanEntry] = dataclasses.field(default_factory=list[PlanEntry])
 
-    def is_small(self) -> bool:
-        """Tests whether the group may be joined with neighbours."""
-        return self.size < _GROUP_BYTES and len(self.entries) == 1 and len(self.stages) == 1
 
-    def can_take(self, other: Group, limit: int) -> bool:
-        """Tests whether a small neighbour may be joined with the group."""
-        return (
-            self.blocking == other.blocking
-            and self.size + other.size <= min(_GROUP_BYTES, limit)
-            and len(self.entries) < _GROUP_ENTRIES
-        )
+class _Small(NamedTuple):
+    """An entry that may be read with its neighbours in a file."""
 
-    def take(self, other: Group) -> None:
-        """Adds a small neighbour."""
-        self.entries += other.entries
-        self.size += other.size
-        self.leaves.update(other.leaves)
-        self.stages[0] += other.stages[0]
+    path: str
+    offset: int
+    blocking: bool
+    position: int
+    size: int
+    entry: PlanEntry
+    pieces: list[Piece] | None
 
 
 def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
@@ -248,40 +247,69 @@ def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
 
     Small entries that are near in a file are grouped, too.
     """
-    groups: list[Group] = []
-    small: Group | None = None
-    clusters = [_as_group(cluster) for cluster in clusters_of(entries)]
-    are_small = [group.is_small() for group in clusters]
-    by_place = iter(sorted(itertools.compress(clusters, are_small), key=_place))
-    for group, is_small in zip(clusters, are_small, strict=True):
-        if not is_small:
-            groups.append(group)
-            continue
-        group = next(by_place)
-        if small is None or not small.can_take(group, limit):
-            small = group
-            groups.append(group)
+    uses = collections.Counter(itertools.chain.from_iterable([entry.leaves for entry in entries]))
+    found: list[tuple[int, Group]] = []
+    small: list[_Small] = []
+    composed: dict[PlanEntry, int] = {}
+    for position, (entry, layout) in enumerate(zip(entries, layouts_of(entries), strict=True)):
+        assert entry.view is not None
+        leaf = entry.leaves[0]
+        if not isinstance(entry.view.node, LeafNode) or uses[leaf] > 1:
+            composed[entry] = position
+        elif layout.size < _GROUP_BYTES:
+            small.append(_Small(*_place(leaf), position, max(1, layout.size), entry, None))
         else:
-            small.take(group)
-    return groups
+            found.append((position, Group([entry], layout.size, [leaf], _is_blocking(leaf), [[]], [entry])))
+    for cluster in clusters_of(list(composed)):
+        group, position = _as_group(cluster), composed[cluster[0]]
+        if group.size < _GROUP_BYTES and len(cluster) == len(group.stages) == 1:
+            path, offset, _ = _place(group.leaves[0])
+            small.append(_Small(path, offset, group.blocking, position, group.size, cluster[0], group.stages[0]))
+        else:
+            found.append((position, group))
+    found += _joined(small, min(_GROUP_BYTES, limit))
+    return [group for _, group in sorted(found, key=operator.itemgetter(0))]
 
 
-def _place(group: Group) -> tuple[str, int]:
-    """Returns the file and offset of a group's first leaf.
+def _joined(small: list[_Small], limit: int) -> list[tuple[int, Group]]:
+    """Joins neighbours in a file to groups, at the entries' places in the plan."""
+    slots = sorted([one.position for one in small])
+    found: list[tuple[int, Group]] = []
+    group = Group([], limit, [], False, [[]])
+    for slot, (_, _, blocking, _, size, entry, pieces) in zip(slots, sorted(small), strict=True):
+        if group.size + size > limit or group.blocking != blocking or len(group.entries) >= _GROUP_ENTRIES:
+            group = Group([], 0, [], blocking, [[]])
+            found.append((slot, group))
+        group.entries.append(entry)
+        group.leaves += entry.leaves
+        group.size += size
+        if pieces is None:
+            group.bare.append(entry)
+        else:
+            group.stages[0] += pieces
+    return found
 
-    Formats without such places keep their order.
+
+def _place(leaf: Leaf) -> tuple[str, int, bool]:
+    """Returns the file and offset of a leaf, and whether reads block.
+
+    Leaves without places have equal ones.
     """
-    leaf = next(iter(group.leaves), None)
-    extent = leaf.extent if isinstance(leaf, BlockingLeaf) else None
-    return ("", 0) if extent is None else (extent.file.path, extent.start)
+    if not isinstance(leaf, BlockingLeaf):
+        return "", 0, False
+    extent = leaf.extent
+    return ("", 0, not leaf.is_remote) if extent is None else (extent.file.path, extent.start, not leaf.is_remote)
+
+
+def _is_blocking(leaf: Leaf) -> bool:
+    return isinstance(leaf, BlockingLeaf) and not leaf.is_remote
 
 
 def _as_group(entries: list[PlanEntry]) -> Group:
-    leaves = dict.fromkeys([leaf for entry in entries for leaf in entry.leaves])
+    leaves = list(dict.fromkeys([leaf for entry in entries for leaf in entry.leaves]))
     stages = stages_of(entries)
-    size = sum([layout_of(entry).size for entry in entries]) + stages.scratch_bytes
-    blocking = all([not leaf.is_remote and isinstance(leaf, BlockingLeaf) for leaf in leaves])
-    return Group(entries, max(1, size), leaves, [list(pieces) for pieces in stages.pieces], blocking)
+    size = sum([layout.size for layout in layouts_of(entries)]) + stages.scratch_bytes
+    return Group(entries, max(1, size), leaves, all(map(_is_blocking, leaves)), [list(one) for one in stages.pieces])
 
 
 def clusters_of(entries: Sequence[_Reading], stored: StoredBytesOf = stored_bytes) -> list[list[_Reading]]:

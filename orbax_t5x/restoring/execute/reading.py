@@ -38,25 +38,35 @@ class Reader:
         self._stop = stop
         self.in_memory: Mapping[Leaf, ValueLeaf] = {}
 
-    def fill(self, stages: BufferedStages, entry: PlanEntry) -> bool:
-        """Fills pieces of leaves that block; returns False if reading was stopped."""
+    def fill(self, stages: BufferedStages, entry: PlanEntry, bare: Sequence[LeafReads] = ()) -> bool:
+        """Fills bare leaves and pieces, all of which block; returns False if reading was stopped."""
         for pieces in stages:
-            reads, finish = self._lower(pieces, entry)
+            reads, finish = self._lower(bare, pieces, entry)
             if not read_all_blocking(reads, self._stats, self._stop.is_set):
                 return False
             if finish:
                 _finish(finish, entry)
+            bare = ()
         return True
 
-    async def fill_awaited(self, stages: BufferedStages, entry: PlanEntry, pool: concurrent.futures.Executor) -> None:
-        """Fills pieces of any leaves; computes in a worker thread of `pool`."""
+    async def fill_awaited(
+        self,
+        stages: BufferedStages,
+        entry: PlanEntry,
+        pool: concurrent.futures.Executor,
+        bare: Sequence[LeafReads] = (),
+    ) -> None:
+        """Fills bare leaves and pieces of any kind; computes in a worker thread of `pool`."""
         for pieces in stages:
-            reads, finish = self._lower(pieces, entry)
+            reads, finish = self._lower(bare, pieces, entry)
             await read_all(reads, self._stats)
             if finish:
                 await run_in_pool(pool, _finish, finish, entry)
+            bare = ()
 
-    def _lower(self, pieces: Sequence[BufferedPiece], entry: PlanEntry) -> tuple[list[LeafReads], list[_Action]]:
+    def _lower(
+        self, bare: Sequence[LeafReads], pieces: Sequence[BufferedPiece], entry: PlanEntry
+    ) -> tuple[list[LeafReads], list[_Action]]:
         """Returns the requests by leaf, and the actions after them.
 
         Each distinct box comes once; actions are in order.
@@ -72,7 +82,9 @@ class Reader:
                     first = reads.setdefault(leaf, {}).setdefault(request.box, request)
                     if first is not request:
                         copies.append(_Copy(first.out, request.out))
-        found = [(self.in_memory.get(leaf, leaf), list(requests.values())) for leaf, requests in reads.items()]
+        found = [*bare, *[(leaf, list(requests.values())) for leaf, requests in reads.items()]]
+        if self.in_memory:
+            found = [(self.in_memory.get(leaf, leaf), requests) for leaf, requests in found]
         return found, [*copies, *finish]
 
 

@@ -69,7 +69,7 @@ def test_a_group_holds_all_of_its_members(tmp_path):
     assert [leaf.name for leaf in small.leaves] == ["a00000", "a00002", "a00003"]
     assert small.size == 16 + 32 + 64 and small.blocking
     (stage,) = small.stages
-    assert [piece.entry.name for piece in stage] == ["a00000", "a00002", "a00003"]
+    assert not stage and [entry.name for entry in small.bare] == ["a00000", "a00002", "a00003"]
 
 
 def test_entries_that_share_bytes_are_a_group_of_their_own(tmp_path):
