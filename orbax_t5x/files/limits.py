@@ -110,8 +110,9 @@ class Limits:
         Raises:
           LimitExceededError, CorruptCheckpointError: without file and leaf; the caller names them.
         """
-        self.require_rank(len(shape))
-        if math.prod([max(1, size) for size in shape]) * dtype.itemsize > _MAX_BYTES:
+        if len(shape) > self.rank:
+            self.require_rank(len(shape))
+        if math.prod(filter(None, shape)) * dtype.itemsize > _MAX_BYTES:
             raise CorruptCheckpointError(f"{dtype.name} of shape {list(shape)} has more bytes than can be counted")
 
     def require_rank(self, rank: int) -> None:
@@ -133,7 +134,8 @@ class Limits:
         Raises:
           LimitExceededError: it is.
         """
-        self.require_name_length(max(len(name), len(name.encode())), path)
+        if len(name.encode()) > self.name_bytes:
+            self.require_name_length(len(name.encode()), path)
         if name.count("/") >= self.name_levels:
             raise LimitExceededError(
                 f"a name of {name.count('/') + 1} levels, more than Limits.name_levels = {self.name_levels}", path=path

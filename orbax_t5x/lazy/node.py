@@ -296,7 +296,12 @@ class LeafNode(Node):
 
 def leaf_node(leaf: Leaf) -> LeafNode:
     """Returns the node of a whole leaf."""
-    return LeafNode(tuple(leaf.shape), np.dtype(leaf.dtype), (), leaf)
+    return leaf_nodes([leaf])[0]
+
+
+def leaf_nodes(leaves: Sequence[Leaf]) -> list[LeafNode]:
+    """Returns the nodes of whole leaves."""
+    return [LeafNode(tuple(leaf.shape), np.dtype(leaf.dtype), (), leaf) for leaf in leaves]
 
 
 def copy_step(lowered: Lowering, out: np.ndarray, values: np.ndarray) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from orbax_t5x.files.paths import shared_path
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.node import leaf_node
+from orbax_t5x.lazy.node import leaf_nodes
 from orbax_t5x.text.fold import TreeLeaf, empty_text, tree_rows
 from orbax_t5x.text.report import Page, Section
 from orbax_t5x.text.table import TableRow
@@ -89,7 +89,7 @@ class Checkpoint:
         self.sequences: frozenset[str] = frozenset(sequences)
         self._empties = dict(empties or {})
         self._leaves: Mapping[str, View] = MappingProxyType(
-            {name: View(leaf_node(leaves[name])) for name in sorted(leaves)}
+            dict(zip(names := sorted(leaves), map(View, leaf_nodes([leaves[name] for name in names])), strict=True))
         )
         self._closers: list[Callable[[], None]] = [] if close is None else [close]
 

@@ -9,7 +9,7 @@ import abc
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from orbax_t5x.errors import (
@@ -123,11 +123,12 @@ class ModelFiles(abc.ABC):
             index_bytes=self._bytes,
         )
 
-    def _claim(self, leaf: str, file: str) -> None:
-        """Records a leaf's file."""
-        if (first := self._file_of.setdefault(leaf, file)) != file:
-            message = f"is in {first!r} and in {file!r}; open one of them by its path"
-            raise CorruptCheckpointError(message, path=self._root.path, leaf=leaf)
+    def _claim(self, leaves: Iterable[str], file: str) -> None:
+        """Records the file of leaves."""
+        for leaf in leaves:
+            if (first := self._file_of.setdefault(leaf, file)) != file:
+                message = f"is in {first!r} and in {file!r}; open one of them by its path"
+                raise CorruptCheckpointError(message, path=self._root.path, leaf=leaf)
 
     def _read_index(self, index: str, path: str) -> Mapping[str, str]:
         """Reads an index into file names by leaf."""

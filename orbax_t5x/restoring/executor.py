@@ -40,7 +40,7 @@ from orbax_t5x.files.memory import naming_memory_errors
 from orbax_t5x.lazy import Leaf, ReadStats, Request, ValueLeaf, slices_within
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.lazy.read import LeafReads
-from orbax_t5x.restoring.execute.buffers import check_value, explicit_transfers, layouts_of, make_value
+from orbax_t5x.restoring.execute.buffers import check_value, layouts_of, make_values
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
 from orbax_t5x.restoring.fallback import ComputedLeaf
@@ -244,13 +244,7 @@ class Execution:
 
     def _place(self, entries: Sequence[PlanEntry], buffers: _Buffers) -> list[Any]:
         """Makes the values of entries, in the caller's thread, and returns them."""
-        with explicit_transfers():
-            placed = {
-                entry.name: make_value(entry, layout, buffers.pop(entry.name))
-                for entry, layout in zip(entries, layouts_of(entries), strict=True)
-            }
-        for entry in entries:
-            check_value(entry, placed[entry.name])
+        placed = make_values(entries, buffers)
         self._values.update(placed)
         if self._progress is not None:
             total = self._plan.bytes_to_read

@@ -18,6 +18,8 @@ import numpy as np
 from orbax_t5x.errors import Fix, Problem, ProblemKind
 from orbax_t5x.lazy import LazyArray, Leaf, View, as_view, fill, has_unfilled
 from orbax_t5x.lazy.cast import CastNode
+from orbax_t5x.lazy.fill import UnfilledLeaf
+from orbax_t5x.lazy.node import LeafNode, Node
 from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
 from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import RestoreOptions
@@ -82,6 +84,8 @@ class Matcher:
         self._taken = {problem.leaf for problem in target.problems if problem.leaf is not None}
         self._x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.dtype(np.int64)
         self._one_process = jax.process_count() == 1
+        # By identity: like leaves of a target are one object.
+        self._is_placeable: dict[int, bool] = {}
         leaves = self._everything() if target.kind == "everything" else target.leaves
         narrowed = {} if options.dtype is None else self._narrowed(leaves, as_dtype(options.dtype))
         self._leaves = {**leaves, **narrowed} if narrowed else leaves
@@ -94,8 +98,13 @@ class Matcher:
 
         Problems are in `problems` and `missing`.
         """
-        planned = [self._plan_leaf(name, leaf) for name, leaf in self._leaves.items()]
-        entries = [entry for entry in planned if entry is not None]
+        entries: list[PlanEntry] = []
+        for name, leaf in self._leaves.items():
+            value = self.state.get(name)
+            if type(value) is not View or (entry := self._bare_entry(name, leaf, value.node, value)) is None:
+                entry = self._plan_leaf(name, leaf)
+            if entry is not None:
+                entries.append(entry)
         if self._fallback is not None:
             self._note_nothing_restored(entries)
         return entries
@@ -182,6 +191,32 @@ class Matcher:
             )
         return changed
 
+    def _bare_entry(self, name: str, leaf: TargetLeaf, node: Node, view: View) -> PlanEntry | None:
+        """Makes the entry of a stored leaf that needs nothing, as most need, or returns None."""
+        if type(node) is not LeafNode or node.shape != leaf.shape or node.dtype != leaf.dtype:
+            return None
+        if (is_placeable := self._is_placeable.get(id(leaf))) is None:
+            is_placeable = leaf.kind == "numpy" or (leaf.kind == "jax" and not self._placing_problems(leaf))
+            self._is_placeable[id(leaf)] = is_placeable
+        stored = node.leaf
+        if stored.is_value or not is_placeable or isinstance(stored, UnfilledLeaf):
+            return None
+        self._taken.add(name)
+        return PlanEntry(
+            name,
+            (self._stored_names.get(stored, stored.name),),
+            leaf.shape,
+            leaf.dtype,
+            leaf.sharding,
+            "read",
+            "",
+            self.diagnostics.rule_for.get(name, ""),
+            self.diagnostics.fidelity.get(name, ""),
+            view,
+            leaf,
+            (stored,),
+        )
+
     def _plan_leaf(self, name: str, leaf: TargetLeaf) -> PlanEntry | None:
         source_name = name
         if leaf.is_variable and name not in self.state and f"{name}/value" in self.state:
@@ -192,7 +227,8 @@ class Matcher:
                 self._taken.add(source_name)
             return PlanEntry(name, (), (), None, None, "keep", leaf=leaf)
         if leaf.kind == "jax" or leaf.kind == "key":
-            self._check_placing(name, leaf)
+            for kind, message, fix in self._placing_problems(leaf):
+                self._problem(kind, name, message, fix)
         self._taken.add(source_name)
         if value is None:
             return self._plan_fallback(name, leaf, source_name in self.state)
@@ -258,28 +294,22 @@ class Matcher:
             self._problem("transform", name, message, Fix("put Pad after that transform, or pad with a number"))
             return None
 
-    def _check_placing(self, name: str, leaf: TargetLeaf) -> None:
+    def _placing_problems(self, leaf: TargetLeaf) -> list[tuple[ProblemKind, str, Fix]]:
+        """Returns the problems with the array that JAX is to make."""
+        found: list[tuple[ProblemKind, str, Fix]] = []
         if not self._x64 and leaf.dtype in _WIDE:
-            self._problem(
-                "dtype",
-                name,
-                f"the target's dtype {leaf.dtype.name} would be narrowed silently, because jax_enable_x64 is off",
-                Fix.in_program(
-                    "set jax.config.update('jax_enable_x64', True), or ask for a 32-bit dtype or a NumPy target"
-                ),
-            )
+            message = f"the target's dtype {leaf.dtype.name} would be narrowed silently, because jax_enable_x64 is off"
+            way = "set jax.config.update('jax_enable_x64', True), or ask for a 32-bit dtype or a NumPy target"
+            found.append(("dtype", message, Fix.in_program(way)))
         if leaf.sharding is None:
             if not self._one_process:
-                self._problem(
-                    "sharding",
-                    name,
-                    "the target leaf has no sharding, and there are several processes",
-                    Fix.by_target("give the leaf a sharding"),
-                )
-            return
+                message = "the target leaf has no sharding, and there are several processes"
+                found.append(("sharding", message, Fix.by_target("give the leaf a sharding")))
+            return found
         clash, fix = _placing_clash(leaf.sharding, leaf.shape)
         if clash:
-            self._problem("sharding", name, f"{leaf.sharding} {clash}", Fix.by_target(fix))
+            found.append(("sharding", f"{leaf.sharding} {clash}", Fix.by_target(fix)))
+        return found
 
     # -- what is missing
 

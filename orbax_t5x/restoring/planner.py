@@ -18,6 +18,7 @@ from typing import Any
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem
 from orbax_t5x.lazy import Leaf, counting_reads
+from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import OneSource, rules_found, written_out
@@ -71,7 +72,12 @@ class PlanInputs:
     @functools.cached_property
     def stored_names(self) -> dict[Leaf, str]:
         """The name of each stored leaf in its source."""
-        return {leaf: name for name, view in self.stored.items() if view is not None for leaf in view.leaves()}
+        found: dict[Leaf, str] = {}
+        for name, view in self.stored.items():
+            if view is not None:
+                leaves = (view.node.leaf,) if type(view.node) is LeafNode else view.leaves()
+                found.update(dict.fromkeys(leaves, name))
+        return found
 
     def match(self, state: Mapping[str, Any], diagnostics: Diagnostics) -> Matcher:
         """Makes a matcher of a state dict.
@@ -117,7 +123,7 @@ def plan_inputs(
     written = given
     if given:
         patterns = [] if options.fallback is None else list(options.fallback_for or ())
-        fillable = {name for name in flattened.original if any(re.fullmatch(one, name) for one in patterns)}
+        fillable = {name for one in patterns for name in flattened.original if re.fullmatch(one, name)}
         written = written_out(given, source, flattened.original, sources.path, fillable=fillable)
     return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics)
 

@@ -159,10 +159,10 @@ class _Flattening:
         for position, (path, leaf) in enumerate(paths):
             leaf_path = start + leaf_name(path) if path else name
             names.append(leaf_path)
-            if type(leaf) is dict or names_itself(leaf):
+            if type(leaf) is not jax.ShapeDtypeStruct and (type(leaf) is dict or names_itself(leaf)):
                 own[position] = self._add_own(leaf_path, leaf)
             else:
-                self._add_leaf(leaf_path, leaf, is_parameter_name(leaf_path))
+                self._add_leaf(leaf_path, leaf, leaf_path.partition("/")[0] in _MODEL_PARAMETERS)
 
         def rebuild(values: Mapping[str, Any]) -> Any:
             made = [own[at](values) if at in own else values[leaf] for at, leaf in enumerate(names)]

@@ -5,11 +5,13 @@ Dict keys, field names and sequence indices, as text, joined by '/'.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 # The attribute that holds the key, in each kind of key of a JAX key path.
 _KEY_ATTRIBUTES = ("key", "name", "idx")
+_KEY = operator.attrgetter("key")
 
 
 def key_text(key: Any) -> str:
@@ -26,7 +28,7 @@ def key_text(key: Any) -> str:
 def leaf_name(path: Sequence[Any]) -> str:
     """Returns a leaf's '/'-joined name from its JAX key path."""
     try:
-        keys = [key.key for key in path]
+        keys = list(map(_KEY, path))
     except AttributeError:
         keys = []
     if keys and set(map(type, keys)) == {str}:  # dicts with text as keys, as nearly all are

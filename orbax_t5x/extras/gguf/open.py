@@ -84,7 +84,7 @@ class _GgufFiles(ModelFiles):
             self._metadata = {**header.metadata, "version": header.version, "files": []}
         self._metadata["files"].append(name)
         for leaf, found in _tensor_leaves(header, file, self._limits).items():
-            self._claim(leaf, name)
+            self._claim((leaf,), name)
             self._leaves[leaf] = found
 
 

@@ -86,7 +86,7 @@ class _TorchFiles(ModelFiles):
         self._metadata["files"].append(name)
         nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file, self._limits)
         for leaf, node in nodes:
-            self._claim(leaf, name)
+            self._claim((leaf,), name)
             if is_empty(node):
                 self._empties[leaf] = node
             else:

@@ -111,7 +111,7 @@ class _FlaxFiles(ModelFiles):
         self._bytes += opened.index_bytes
         self._metadata["files"].append(name)
         for leaf, node in named_nodes(opened.tree, opened.file, self._limits):
-            self._claim(leaf, name)
+            self._claim((leaf,), name)
             if is_empty(node):
                 self._empties[leaf] = node
             else:

@@ -65,7 +65,14 @@ class ByteRangeLeaf(RangeLeaf):
     __slots__ = ("crc", "range")
 
     def __init__(self, name: str, range: StoredRange, crc: int | None = None, error: CheckpointError | None = None):
-        super().__init__(name, range.file, range.shape, range.dtype, error)
+        # As `RangeLeaf` does it: there is one for each of many leaves.
+        file = range.file
+        self.name: str = name
+        self.path: str = file.path
+        self.is_remote: bool = file.is_remote
+        self.shape: tuple[int, ...] = range.shape
+        self.dtype: np.dtype = range.dtype
+        self.error: CheckpointError | None = error
         self.range: StoredRange = range
         self.crc: int | None = crc
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], d
         raise LimitExceededError(f"{len(parsed)} tensors, more than Limits.entries = {limits.entries}", path=path)
     begin = LENGTH_BYTES + len(data)
     entries = [_parse_entry(name, entry, begin, path, limits) for name, entry in parsed.items()]
-    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    entries.sort(key=operator.attrgetter("start", "stop"))
     position = begin
     for entry in entries:
         if entry.start != position:
@@ -139,10 +140,11 @@ def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         raise CorruptCheckpointError("its entry has no dtype", path=path, leaf=name)
     shape = _integers(entry.get("shape"), "shape", name, path)
-    try:
-        limits.require_rank(len(shape))
-    except LimitExceededError as error:
-        raise error_at(error, path=path, leaf=name) from None
+    if len(shape) > limits.rank:
+        try:
+            limits.require_rank(len(shape))
+        except LimitExceededError as error:
+            raise error_at(error, path=path, leaf=name) from None
     offsets = _integers(entry.get("data_offsets"), "data_offsets", name, path)
     if len(offsets) != 2 or offsets[1] < offsets[0]:
         raise CorruptCheckpointError(f"data_offsets are {list(offsets)}, not a begin and an end", path=path, leaf=name)
@@ -152,8 +154,12 @@ def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -
 
 
 def _integers(value: Any, key: str, name: str, path: str) -> tuple[int, ...]:
-    # `type`, because True is an int; the bound, because the sum with the header's size must stay a file offset.
-    if type(value) is not list or not all(type(size) is int and 0 <= size <= _MAX_INT for size in value):
+    is_list = type(value) is list
+    for size in value if is_list else ():
+        # `type`, because True is an int; the bound, because the sum with the header's size must stay a file offset.
+        if type(size) is not int or not 0 <= size <= _MAX_INT:
+            is_list = False
+    if not is_list:
         raise CorruptCheckpointError(f"{key} is {str(value)[:200]}, not a list of sizes", path=path, leaf=name)
     return tuple(value)
 

@@ -91,8 +91,8 @@ class _SafetensorsFiles(ModelFiles):
         require_end(entries, LENGTH_BYTES + size, file)
         self._metadata["files"].append(name)
         self._metadata["file_metadata"][name] = metadata
+        self._claim([entry.name for entry in entries], name)
         for entry in entries:
-            self._claim(entry.name, name)
             if entry.dtype is None:
                 assert entry.error is not None
                 self._leaves[entry.name] = BrokenLeaf(entry.name, entry.error)

@@ -134,41 +134,55 @@ def layouts_of(entries: Iterable[PlanEntry]) -> list[BufferLayout]:
     return layouts
 
 
-def make_value(entry: PlanEntry, layout: BufferLayout, buffers: Sequence[np.ndarray]) -> Any:
-    """Makes a leaf's value from its boxes' buffers.
+def make_values(entries: Sequence[PlanEntry], buffers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
+    """Makes leaves' values from their boxes' buffers, by name.
 
-    In a context of `explicit_transfers`.
+    Buffers are taken out as they are used.
     """
-    leaf, view = entry.leaf, entry.view
-    assert leaf is not None and view is not None
-    if leaf.kind in ("numpy", "scalar"):
-        return _on_host(leaf, buffers[0])
-    if leaf.sharding is None:
-        array = jax.device_put(buffers[0])
-    elif not buffers:
-        # All devices are other processes'; `make_array_from_callback` would request data nevertheless.
-        array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=view.dtype)
-    else:
-        array = _sharded(leaf, layout, buffers)
-    return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
+    values: dict[str, Any] = {}
+    with explicit_transfers():
+        # One call for all: each has the cost of several arrays.
+        names = [
+            one.name for one in entries if one.leaf and one.leaf.sharding is None and one.leaf.kind in ("jax", "key")
+        ]
+        if names:
+            values.update(zip(names, jax.device_put([buffers[name][0] for name in names]), strict=True))
+        for entry, layout in zip(entries, layouts_of(entries), strict=True):
+            leaf, own = entry.leaf, buffers.pop(entry.name)
+            assert leaf is not None and entry.view is not None
+            if leaf.kind == "numpy" or leaf.kind == "scalar":
+                values[entry.name] = _on_host(leaf, own[0])
+                continue
+            if leaf.sharding is not None:
+                values[entry.name] = _sharded(leaf, layout, own, entry.view.node.dtype)
+            if leaf.kind == "key":
+                values[entry.name] = jax.random.wrap_key_data(values[entry.name], impl=leaf.key_impl)
+    for entry in entries:
+        check_value(entry, values[entry.name])
+    return values
 
 
-def _sharded(leaf: TargetLeaf, layout: BufferLayout, buffers: Sequence[np.ndarray]) -> jax.Array:
+def _sharded(leaf: TargetLeaf, layout: BufferLayout, buffers: Sequence[np.ndarray], dtype: np.dtype) -> jax.Array:
     """Makes a sharded array.
 
     The first array of a layout records the order in which JAX asks for shards, which is the same for all.
     """
+    assert leaf.sharding is not None
+    if not buffers:
+        # All devices are other processes'; `make_array_from_callback` would request data nevertheless.
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=dtype)
+    placing = leaf.sharding if leaf.layout is None else leaf.layout
     if layout.asked:
         # In C: each call takes the next buffer, and one too many returns the index, which is no array.
         following: Any = functools.partial(next, map(buffers.__getitem__, layout.asked))
-        return jax.make_array_from_callback(leaf.shape, leaf.placing, following)
+        return jax.make_array_from_callback(leaf.shape, placing, following)
     asked: list[int] = []
 
     def buffer_of(index: Any) -> np.ndarray:
         asked.append(layout.position_of[_raw_index(index)])
         return buffers[asked[-1]]
 
-    array = jax.make_array_from_callback(leaf.shape, leaf.placing, buffer_of)
+    array = jax.make_array_from_callback(leaf.shape, placing, buffer_of)
     layout.asked[:] = asked
     return array
 
