@@ -1,7 +1,5 @@
 """Windows of a file: near ranges that are read together.
 
-A thread's smaller reads are served from them.
-
 Thousands of small arrays lie side by side in most files. A read, a request or a proof that the file is unchanged for
 each of them costs more than their bytes. While a thread holds a window, its reads of the file inside are copied from
 memory, and whoever holds it proves, after the last one, that the file has not changed.
@@ -27,10 +25,7 @@ _thread = threading.local()
 
 
 class FileWindow(NamedTuple):
-    """Bytes [start, stop) of a file, and the ranges inside.
-
-    They are numbers of ranges.
-    """
+    """Bytes [start, stop) of a file, and the ranges inside."""
 
     start: int
     stop: int

@@ -258,10 +258,7 @@ class _Bfloat16Bits:
 
 
 def _spec_shape_dtype(ts_spec: Any, default_dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns the shape and dtype in metadata or the spec.
-
-    The default if no dtype is recorded.
-    """
+    """Returns the shape and dtype in metadata or the spec."""
     json: Mapping[str, Any] = ts_spec if is_mapping(ts_spec) else ts_spec.to_json()
     metadata: Mapping[str, Any] = json.get("metadata") or {}
     shape = metadata.get("shape", metadata.get("dimensions"))

@@ -61,10 +61,7 @@ class StackNode(Node):
 
 
 def stacked(inputs: tuple[Node, ...], axis: int) -> StackNode:
-    """Stacks inputs on a new axis.
-
-    There is at least an input; all have the same shape and dtype.
-    """
+    """Stacks inputs on a new axis."""
     shape = inputs[0].shape
     return StackNode((*shape[:axis], len(inputs), *shape[axis:]), inputs[0].dtype, inputs, axis)
 
@@ -84,10 +81,7 @@ class ConcatNode(Node):
         return f"concatenation of {len(self.inputs)} on axis {self.axis}"
 
     def _touched(self, first: int, last: int) -> list[tuple[Node, int, int, int]]:
-        """Returns the inputs that overlap a range along the axis.
-
-        For each: (input, first, last, position in the output).
-        """
+        """Returns the inputs that overlap a range along the axis."""
         touched: list[tuple[Node, int, int, int]] = []
         for i in range(bisect.bisect_right(self._ends, first), len(self.inputs)):
             base = self._ends[i - 1] if i else 0
@@ -136,20 +130,14 @@ class ConcatNode(Node):
 
 
 def concatenated(inputs: tuple[Node, ...], axis: int) -> ConcatNode:
-    """Concatenates inputs along an axis.
-
-    There is at least an input; all have the same dtype, and the same shape but for the axis.
-    """
+    """Concatenates inputs along an axis."""
     ends = tuple(itertools.accumulate(node.shape[axis] for node in inputs))
     shape = inputs[0].shape
     return ConcatNode((*shape[:axis], ends[-1], *shape[axis + 1 :]), inputs[0].dtype, inputs, axis, ends)
 
 
 def _output_of(index_map: IndexMap, axis: int) -> int | None:
-    """Returns the output dimension of an input dimension, or None.
-
-    None: that stays at its start.
-    """
+    """Returns the output dimension of an input dimension, or None."""
     return next((position for position, (dim, _) in enumerate(index_map.maps) if dim == axis), None)
 
 
@@ -158,10 +146,7 @@ def _with_start(index_map: IndexMap, axis: int, start: int) -> tuple[int, ...]:
 
 
 def _whole_dimension(index_map: IndexMap, axis: int, position: int) -> IndexMap:
-    """Returns the index map with a dimension left whole.
-
-    An input dimension and its output dimension stay as they are.
-    """
+    """Returns the index map with a dimension left whole."""
     maps = (*index_map.maps[:position], (axis, 1), *index_map.maps[position + 1 :])
     return index_map._replace(start=_with_start(index_map, axis, 0), maps=maps)
 

@@ -31,10 +31,7 @@ def box_slices(box: Box) -> tuple[slice, ...]:
 
 
 def intersect(box: Box, other: Box) -> Box | None:
-    """Intersects two boxes of the same rank.
-
-    None: it is empty.
-    """
+    """Intersects two boxes of the same rank."""
     shared = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)])
     for first, last in shared:
         if first >= last:
@@ -43,19 +40,13 @@ def intersect(box: Box, other: Box) -> Box | None:
 
 
 def bounding_box(boxes: Sequence[Box]) -> Box:
-    """Returns the smallest box that holds all boxes.
-
-    They have the same rank, and there is at least a box.
-    """
+    """Returns the smallest box that holds all boxes."""
     sides = zip(*boxes, strict=True)
     return tuple([(min(low for low, _ in side), max(high for _, high in side)) for side in sides])
 
 
 def shift(box: Box, outer: Box) -> Box:
-    """Returns a box in an outer box's coordinates.
-
-    The outer box's first element is index 0.
-    """
+    """Returns a box in an outer box's coordinates."""
     return tuple([(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True)])
 
 

@@ -1,7 +1,5 @@
 """Casts as NumPy's `astype`, for every dtype.
 
-With or without a check that no value is lost.
-
 A cast reads into memory of its own and converts from there into the buffer. It gives no warnings: the
 caller of a cast accepts its losses.
 """
@@ -32,8 +30,6 @@ _COMPARED_BYTES = 4
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CastNode(Node):
     """Elements in another dtype, as by NumPy's `astype`.
-
-    Make it with `cast_node`.
 
     With `mismatch`, reading raises that where a value does not survive the way there and back.
     """
@@ -84,10 +80,7 @@ def leaf_mismatch(message: str, leaf: Leaf) -> CheckpointError:
 
 
 def cast_node(node: Node, dtype: np.dtype, mismatch: Mismatch | None = None) -> Node:
-    """Casts the elements of a node.
-
-    The same dtype is the same node. Numbers to text or the reverse are a TypeError.
-    """
+    """Casts the elements of a node."""
     if dtype == node.dtype:
         return node
     cast_carrier(node.dtype, dtype)
@@ -102,8 +95,6 @@ def _carrier_itemsize(from_dtype: np.dtype, to_dtype: np.dtype) -> int:
 @lru_cache(maxsize=1024)
 def cast_carrier(from_dtype: np.dtype, to_dtype: np.dtype) -> np.dtype | None:
     """Returns the dtype between two dtypes, or None.
-
-    None: NumPy casts directly.
 
     Small integers go through int8 and small floats through float32, which hold each of their values.
     """

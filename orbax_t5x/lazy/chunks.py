@@ -1,7 +1,4 @@
-"""Chooses the stored chunks of an array, and their boxes.
-
-Pure geometry on integers.
-"""
+"""Chooses the stored chunks of an array, and their boxes."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ LEAST_BLOCK_BYTES = 1 << 20
 
 
 class ChunkPreferences(NamedTuple):
-    """A caller's preferences for the chunks of an array.
-
-    The most bytes, and dimensions to cut first.
-    """
+    """A caller's preferences for the chunks of an array."""
 
     nbytes: int | None = None
     cut_first: tuple[int, ...] = ()
@@ -34,8 +28,6 @@ def choose_chunk(
     shape: Sequence[int], itemsize: int, limit: int, unit: Sequence[int] | None = None, *, cut_first: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Chooses the shape of an array's stored chunks.
-
-    A chunk has at most `limit` bytes, but at least a `unit`.
 
     Whole trailing dimensions come first, so that a chunk is few runs of a row-major source. The dimension that is cut
     is cut evenly, into a number of parts that divides its size where one is near: shards of a restore then share no
@@ -56,27 +48,18 @@ def choose_chunk(
 
 
 def block_bytes(limit: int, copies: int) -> int:
-    """Chooses the bytes of a block.
-
-    `copies` of two blocks are within the limit, if that is not too little.
-    """
+    """Chooses the bytes of a block."""
     return min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, limit // (2 * copies)))
 
 
 def stored_chunk(view: View) -> tuple[int, ...] | None:
-    """Returns the chunks of a view's only leaf, or None.
-
-    The leaf has the view's shape and is read by chunks.
-    """
+    """Returns the chunks of a view's only leaf, or None."""
     leaves = view.leaves()
     return leaves[0].chunks if len(leaves) == 1 and leaves[0].shape == view.shape else None
 
 
 def chunk_of(view: View, limit: int, wishes: ChunkPreferences | None = None) -> tuple[int, ...]:
-    """Chooses the shape of a view's stored chunks.
-
-    Of at most `limit` bytes, like the source's.
-    """
+    """Chooses the shape of a view's stored chunks."""
     nbytes, cut_first = wishes or ChunkPreferences()
     if nbytes is None:
         return choose_chunk(view.shape, view.dtype.itemsize, limit, stored_chunk(view), cut_first=cut_first)
@@ -85,10 +68,7 @@ def chunk_of(view: View, limit: int, wishes: ChunkPreferences | None = None) -> 
 
 
 def _even_parts(size: int, least: int) -> int:
-    """Returns a near count that divides `size`, else `least`.
-
-    It is from `least` up to twice that.
-    """
+    """Returns a near count that divides `size`, else `least`."""
     return next((parts for parts in range(least, min(2 * least, size) + 1) if size % parts == 0), least)
 
 

@@ -1,7 +1,5 @@
 """Nodes of several arrays: averages, and equal arrays.
 
-An array is computed from them, or they must be equal.
-
 Each input is read once, box by box: the first of equals into the buffer, all others into memory of their own.
 """
 
@@ -28,10 +26,7 @@ _COMPARED_BYTES = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AverageNode(Node):
-    """Weighted average of arrays of the same shape.
-
-    The weights have sum 1; make it with `average_node`.
-    """
+    """Weighted average of arrays of the same shape."""
 
     weights: tuple[float, ...]
     sum_dtype: np.dtype
@@ -79,14 +74,7 @@ class AverageNode(Node):
 
 
 def average_node(inputs: Sequence[Node], weights: Sequence[float]) -> AverageNode:
-    """Makes the weighted average as `numpy.average` does.
-
-    The weights are divided by their sum.
-
-    The result has the dtype that JAX's promotion gives for the inputs' dtypes, integers rounded to the nearest even.
-    Sums are made in float32, or in float64 where an input or the result has 64 bits or is an integer (complex
-    likewise). Dtypes that JAX does not promote are a ValueError, what holds no numbers a TypeError.
-    """
+    """Makes the weighted average as `numpy.average` does."""
     if len(weights) != len(inputs):
         raise ValueError(f"average of {len(inputs)} arrays with {len(weights)} weights")
     total = float(sum(weights))
@@ -109,8 +97,6 @@ def average_node(inputs: Sequence[Node], weights: Sequence[float]) -> AverageNod
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AllEqualNode(Node):
     """The first of arrays that must be equal bit for bit.
-
-    If not, reading raises `LeafMismatchError`.
 
     Attributes:
       advice: for people whose arrays differ, after the error's text.
@@ -149,10 +135,7 @@ class AllEqualNode(Node):
 
 
 def _same_bits(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Compares two arrays of the same dtype bit by bit.
-
-    NaN equals itself, -0 does not equal 0.
-    """
+    """Compares two arrays of the same dtype bit by bit."""
     if left.dtype.kind == "O":
         return left == right
     if left.dtype.kind == "c":

@@ -1,7 +1,5 @@
 """Placeholders of elements that only a restore knows.
 
-And their replacement.
-
 A transform that runs only on the checkpoint's leaves puts `UnfilledLeaf` where new elements go. When the leaf of the
 target is known, `fill` gives it the elements at the same place of another array: it follows what was done to the leaf
 since, as far as that only moved elements and cast them.
@@ -61,12 +59,7 @@ def has_unfilled(leaves: Sequence[Leaf]) -> bool:
 
 
 def fill(node: Node, values: Node) -> Node:
-    """Replaces the placeholders of a node by values.
-
-    `values` has its shape and final dtype.
-
-    A ValueError, which names the operation, where unknown elements were computed with or left out in between.
-    """
+    """Replaces the placeholders of a node by values."""
     return _fill(node, values, ())
 
 
@@ -118,10 +111,7 @@ def _concatenated_parts(node: ConcatNode, values: Node) -> Iterator[Node]:
 
 
 def _inverse(node: StridedNode) -> IndexMap | None:
-    """Inverts a node's index map, or returns None.
-
-    None: it drops or repeats elements.
-    """
+    """Inverts a node's index map, or returns None."""
     start, maps, shape = node.index_map
     axis_of = {dim: axis for axis, (dim, _) in enumerate(maps) if dim >= 0}
     back_start = [0] * len(shape)

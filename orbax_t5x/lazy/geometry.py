@@ -1,7 +1,5 @@
 """Index arithmetic of views on integers.
 
-NumPy indices, reshapes and runs of elements as boxes.
-
 Nothing here knows views or leaves, or touches an element. The one bound, `GAP_BYTES`, decides in one place when
 elements that are not wanted are read: less than that between two wanted runs is read over, as readers of byte ranges do
 anyway; more never is.
@@ -38,10 +36,7 @@ class IndexMap(NamedTuple):
 
 
 def compose(inner: IndexMap, outer: IndexMap) -> IndexMap:
-    """Composes two index maps.
-
-    The result over inner's input equals `outer` after `inner`.
-    """
+    """Composes two index maps."""
     start = list(inner.start)
     for dim, first in enumerate(outer.start):
         input_dim, step = inner.maps[dim]
@@ -55,10 +50,7 @@ def compose(inner: IndexMap, outer: IndexMap) -> IndexMap:
 
 
 def basic_index(key: Any, shape: tuple[int, ...]) -> IndexMap:
-    """Makes the index map of basic indexing.
-
-    Integers, slices, None, Ellipsis; an IndexError gives the shape.
-    """
+    """Makes the index map of basic indexing."""
     keys: tuple[Any, ...] = key if is_tuple(key) else (key,)
     ellipses = sum(1 for k in keys if k is Ellipsis)
     if ellipses > 1:
@@ -113,10 +105,7 @@ def _integer(key: Any, dim: int, shape: tuple[int, ...]) -> int:
 
 
 def normalize_axis(axis: Any, rank: int) -> int:
-    """Returns an axis counted from the front.
-
-    Out of range is a ValueError (also NumPy's AxisError).
-    """
+    """Returns an axis counted from the front."""
     value = operator.index(axis)
     if not -rank <= value < rank:
         raise ValueError(f"axis {value} is out of bounds for an array of rank {rank}")
@@ -124,10 +113,7 @@ def normalize_axis(axis: Any, rank: int) -> int:
 
 
 def reshape_target(shape: tuple[int, ...], wanted: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the new shape with -1 filled in.
-
-    Different numbers of elements are a ValueError.
-    """
+    """Returns the new shape with -1 filled in."""
     new = [operator.index(size) for size in wanted]
     size = math.prod(shape)
     holes = [i for i, extent in enumerate(new) if extent == -1]
@@ -140,10 +126,7 @@ def reshape_target(shape: tuple[int, ...], wanted: Sequence[Any]) -> tuple[int, 
 
 
 def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns the finest pairs (old sizes, new sizes).
-
-    Their products are equal, in order; every size is at least 2.
-    """
+    """Returns the finest pairs (old sizes, new sizes)."""
     groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(old):
@@ -161,8 +144,6 @@ def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[i
 
 def interval_boxes(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[Box, int, int]]:
     """Cuts the flat interval [start, stop) into boxes.
-
-    There are at most 2·rank - 1 boxes of an array of `sizes`.
 
     Each is (box, first, last): the box holds the flat elements [first, last) in order.
     """
@@ -191,10 +172,7 @@ def _prefixed(row: int, inner: int, pieces: list[tuple[Box, int, int]]) -> list[
 
 
 class FlatRun(NamedTuple):
-    """A flat interval that covers a box.
-
-    The box has several dimensions; `exact`: the interval holds nothing else.
-    """
+    """A flat interval that covers a box."""
 
     start: int
     stop: int
@@ -203,12 +181,7 @@ class FlatRun(NamedTuple):
 
 
 def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[FlatRun]:
-    """Covers a box by flat intervals.
-
-    It is non-empty, in an array of `sizes`; only gaps below `GAP_BYTES` are covered.
-
-    `row_bytes` are those that one element stands for: more than an item where further dimensions follow.
-    """
+    """Covers a box by flat intervals."""
     if len(sizes) == 1:
         return [FlatRun(*box[0], box, True)]
     start = stop = 0

@@ -1,7 +1,5 @@
 """Nodes between typed PRNG keys and their data.
 
-A key is a single element, so that no transform reaches into it.
-
 The data of a key are a few uint32 along a last dimension that the keys' own array does not have. While transforms run,
 a view has the shape of the keys: its elements are records of that data, which nodes can move, but not compute with.
 """
@@ -61,10 +59,7 @@ def is_keys(view: View) -> bool:
 
 
 def as_keys(view: View) -> View:
-    """Returns the keys of a view of their data.
-
-    It is stored or made by `key_data`; any other view stays as it is.
-    """
+    """Returns the keys of a view of their data."""
     if isinstance(view.node, KeyDataNode):
         return View(view.node.input)
     leaf = view.node.own_leaf
@@ -75,10 +70,7 @@ def as_keys(view: View) -> View:
 
 
 def key_data(view: View) -> View:
-    """Returns the data of a view of keys.
-
-    Any other view stays as it is.
-    """
+    """Returns the data of a view of keys."""
     if not is_keys(view):
         return view
     if isinstance(view.node, KeysNode):

@@ -202,7 +202,7 @@ class BlockingLeaf(Leaf):
         """Does `read_into` in the calling thread."""
 
     def read_held(self, requests: Sequence[Request], data: np.ndarray, stats: ReadStats) -> int:
-        """Does `read_blocking` while the thread holds the bytes of `extent`, which are `data`.
+        """Does `read_blocking` from the bytes of `extent`, which are held.
 
         Returns the wanted bytes that it has not counted itself. The caller proves that the file has not changed.
         """

@@ -1,7 +1,5 @@
 """Node that adds a product of two thin matrices to an array.
 
-Low-rank adapters (LoRA) are merged into their kernels.
-
 A box of the result takes that box of the kernel, read straight into the buffer, the rows of `down` and the columns of
 `up` that belong to it. Products are summed one rank after the other, elements by themselves: a matrix product of BLAS
 sums in an order that depends on the shape, and then the same element would differ from shard to shard.
@@ -64,10 +62,7 @@ class LowRankNode(Node):
         lowered.add_step(partial(self._add, *factors, out), widened * self.sum_dtype.itemsize)
 
     def _block(self, out: np.ndarray) -> tuple[int, ...]:
-        """Returns the rows summed at a time, and their elements.
-
-        The elements are of the sum; the other dimensions are returned, too.
-        """
+        """Returns the rows summed at a time, and their elements."""
         row = math.prod(out.shape[1:])
         return min(out.shape[0], max(1, _BLOCK_BYTES // (row * self.sum_dtype.itemsize))), *out.shape[1:]
 
@@ -95,13 +90,7 @@ class LowRankNode(Node):
 
 
 def low_rank_node(kernel: Node, down: Node, up: Node, scale: float) -> Node:
-    """Adds the scaled product of `down` and `up` to the kernel.
-
-    They are multiplied over their common dimension.
-
-    Sums are made in float32, or in float64 where an input has 64 bits; the result has the kernel's dtype. Shapes that
-    do not fit are a ValueError, what holds no real floating-point numbers a TypeError.
-    """
+    """Adds the scaled product of `down` and `up` to the kernel."""
     for node in (kernel, down, up):
         if kind_of(node.dtype) != "float":
             raise TypeError(f"a low-rank product is of floating-point numbers, not {node.dtype.name}: {node.summary()}")

@@ -1,7 +1,4 @@
-"""Node of an elementwise function, lazily, box by box.
-
-The function is of NumPy arrays.
-"""
+"""Node of an elementwise function, lazily, box by box."""
 
 from __future__ import annotations
 
@@ -68,14 +65,7 @@ class AffineFunction:
 
 
 def mapped_node(node: Node, function: Elementwise, text: str) -> Node:
-    """Applies a function to the elements of a node.
-
-    A call with no elements tells the dtype of the result.
-
-    Raises:
-      TypeError: the function returns no array, or another dtype each time.
-      ValueError: the function returns another shape.
-    """
+    """Applies a function to the elements of a node."""
     empty = np.zeros((0, *node.shape[1:]) if node.shape else (), node.dtype)
     result = call_of_user(_applied, function, empty, None, text)
     return MappedNode(node.shape, np.dtype(result.dtype), (node,), function, text)

@@ -1,7 +1,5 @@
 """Nodes: frozen data that maps output boxes to leaves' boxes.
 
-They are lowered to reads and steps into a buffer.
-
 A node is a shape, a dtype and its inputs; it knows boxes, buffers and leaves, and nothing of the arrays that users
 hold. `add_requests` lists what reading a box will read. `lower` turns a box and a buffer into requests on leaves, which
 write into (views of) that buffer wherever the node only moves elements, and steps to run after the reads: casts,
@@ -53,10 +51,7 @@ class Lowering:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _MeasuringLowering(Lowering):
-    """Lowering that only measures.
-
-    It reads nothing, its buffers have no memory; it adds up the sizes they would have.
-    """
+    """Lowering that only measures."""
 
     held_bytes: int = 0
     temporary_bytes: int = 0
@@ -72,10 +67,7 @@ class _MeasuringLowering(Lowering):
 
 
 def memoryless(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Makes a C-contiguous-looking array over a single element.
-
-    Its memory is not to be touched.
-    """
+    """Makes a C-contiguous-looking array over a single element."""
     strides: list[int] = []
     step = dtype.itemsize
     for size in reversed(shape):
@@ -122,10 +114,7 @@ class Node(abc.ABC):
 
     @abc.abstractmethod
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the boxes of leaves that reading a box will read.
-
-        Pure, nothing is read.
-        """
+        """Adds the boxes of leaves that reading a box will read."""
 
     @abc.abstractmethod
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
@@ -145,8 +134,6 @@ class Node(abc.ABC):
     def requests(self, box: Box) -> list[tuple[Leaf, Box]]:
         """Returns the boxes of leaves that reading a box will read.
 
-        Pure, nothing is read.
-
         `lower` asks for the same elements; it may cut one of these boxes into several where its buffer is scattered.
         """
         found: list[tuple[Leaf, Box]] = []
@@ -155,15 +142,7 @@ class Node(abc.ABC):
         return found
 
     def lower(self, box: Box, out: np.ndarray) -> Lowering:
-        """Turns reading a box into requests on leaves and steps after them.
-
-        Args:
-          box: within the shape.
-          out: filled once all is done; this node's dtype, the shape of the box, any strides.
-
-        Raises:
-          ValueError: a buffer of another shape or dtype.
-        """
+        """Turns reading a box into requests on leaves and steps after them."""
         if out.shape != box_shape(box) or (out.dtype is not self.dtype and out.dtype != self.dtype):
             raise ValueError(f"a buffer of shape {out.shape} and dtype {out.dtype} for box {box} of {self!r}")
         lowered = Lowering()
@@ -172,14 +151,7 @@ class Node(abc.ABC):
         return lowered
 
     def scratch_bytes(self, box: Box, like: np.ndarray | None = None) -> int:
-        """Returns the memory for a box beside the buffer.
-
-        It is that of lowering and finishing.
-
-        Args:
-          box: what is to be read.
-          like: a buffer of the strides that are to be filled; None: a C-contiguous one. It is not touched.
-        """
+        """Returns the memory for a box beside the buffer."""
         if self.own_leaf is not None or _is_empty(box):
             return 0
         measured = _MeasuringLowering()
@@ -203,10 +175,7 @@ class Node(abc.ABC):
         return tuple(found)
 
     def describe(self) -> str:
-        """Describes all operations on the leaves, for people.
-
-        Empty for a bare leaf.
-        """
+        """Describes all operations on the leaves, for people."""
         texts: list[str] = []
         node: Node = self
         follows = ""
@@ -226,10 +195,7 @@ class Node(abc.ABC):
         return ", ".join(text for text in reversed(texts) if text)
 
     def summary(self) -> str:
-        """Returns shape, dtype, leaves and operations as text.
-
-        There is no data in it.
-        """
+        """Returns shape, dtype, leaves and operations as text."""
         leaves = self.leaves()
         # Beside what is read, constants are no more than the description of them.
         named = [leaf for leaf in leaves if not leaf.is_value] or leaves
@@ -250,10 +216,7 @@ def _is_empty(box: Box) -> bool:
 
 
 def _inputs_text(texts: list[str]) -> str:
-    """Describes the operations on several inputs.
-
-    They are described once if all are the same, else with the inputs' numbers.
-    """
+    """Describes the operations on several inputs."""
     inputs_of: dict[str, list[str]] = {}
     for number, text in enumerate(texts, 1):
         inputs_of.setdefault(text, []).append(str(number))
@@ -305,8 +268,5 @@ def leaf_nodes(leaves: Sequence[Leaf]) -> list[LeafNode]:
 
 
 def copy_step(lowered: Lowering, out: np.ndarray, values: np.ndarray) -> None:
-    """Adds a step that copies values of the same dtype.
-
-    The buffer does not overlap them.
-    """
+    """Adds a step that copies values of the same dtype."""
     lowered.add_step(partial(np.copyto, out, values))

@@ -18,10 +18,7 @@ from orbax_t5x.lazy.strided import strided
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PadNode(Node):
-    """An input at the origin of a larger input.
-
-    The second input gives all elements beyond the first; see `padded`.
-    """
+    """An input at the origin of a larger input."""
 
     filling: str
 
@@ -57,10 +54,7 @@ class PadNode(Node):
         return padded(old, strided(self.filler, index_map), self.filling)
 
     def _cut(self, box: Box) -> tuple[Box | None, list[Box]]:
-        """Cuts a box at the old array's borders.
-
-        Returns the intersection, or None, and boxes of all the rest.
-        """
+        """Cuts a box at the old array's borders."""
         beyond: list[Box] = []
         for dim, size in enumerate(self.input.shape):
             first, last = box[dim]
@@ -87,8 +81,5 @@ class PadNode(Node):
 
 
 def padded(old: Node, filler: Node, filling: str) -> Node:
-    """Grows an array to the shape of another array.
-
-    Rank and dtype are the same, and no size is smaller.
-    """
+    """Grows an array to the shape of another array."""
     return old if old.shape == filler.shape else PadNode(filler.shape, old.dtype, (old, filler), filling)

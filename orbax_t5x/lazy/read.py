@@ -41,19 +41,13 @@ def group_reads(reads: Iterable[tuple[Leaf, Request]]) -> list[LeafReads]:
 
 
 async def read_leaves(groups: Sequence[LeafReads], stats: ReadStats) -> None:
-    """Reads and verifies leaves at the same time.
-
-    The first failure cancels the other reads and is raised.
-    """
+    """Reads and verifies leaves at the same time."""
     await read_all(groups, stats)
     await wait_all(leaf.verify_checksum(stats, stats.ranges(leaf)) for leaf, _ in groups)
 
 
 async def read_all(reads: Iterable[LeafReads], stats: ReadStats) -> None:
-    """Reads leaves at the same time, without verification.
-
-    Small neighbours in a file are read together.
-    """
+    """Reads leaves at the same time, without verification."""
     neighbours, rest = _neighbours(reads)
     together = [
         run_in_pool(waiting_pool() if file.is_remote else reader_pool(), _read_neighbours, file, rows, stats)
@@ -63,10 +57,7 @@ async def read_all(reads: Iterable[LeafReads], stats: ReadStats) -> None:
 
 
 def read_all_blocking(reads: Iterable[LeafReads], stats: ReadStats, is_stopped: Callable[[], bool]) -> bool:
-    """Does `read_all` for blocking leaves, in this thread.
-
-    Returns False if it was stopped.
-    """
+    """Does `read_all` for blocking leaves, in this thread."""
     neighbours, rest = _neighbours(reads)
     for file, rows in neighbours:
         if is_stopped():
@@ -119,8 +110,6 @@ def _is_shared(leaf: Leaf, size: int, requests: Sequence[Request]) -> bool:
 def _read_neighbours(file: StoredFile, rows: Sequence[_Row], stats: ReadStats) -> None:
     """Reads small leaves of a file by windows.
 
-    It proves once that the file has not changed; blocks.
-
     A window that cannot be read is read again leaf by leaf, so that the error names the right one.
     """
     windows = deque(windows_of([row[:2] for row in rows]))
@@ -146,10 +135,7 @@ def _read_neighbours(file: StoredFile, rows: Sequence[_Row], stats: ReadStats) -
 
 
 def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
-    """Fills buffers with boxes of a node, each leaf read once.
-
-    Returns the read stats.
-    """
+    """Fills buffers with boxes of a node, each leaf read once."""
     stats = ReadStats(verify)
     lowered = [(node.leaves()[0], _lower(node, box, out)) for node, box, out in items]
     groups = group_reads(read for _, one in lowered for read in one.reads)
@@ -183,10 +169,7 @@ def _lower(node: Node, box: Box, out: np.ndarray) -> Lowering:
 async def read_block(
     node: Node, box: Box, stats: ReadStats, snapshots: Mapping[Leaf, Leaf] | None = None
 ) -> np.ndarray:
-    """Reads a box of a node into a new buffer.
-
-    Leaves in `snapshots` are read from these.
-    """
+    """Reads a box of a node into a new buffer."""
     first = node.leaves()[0]
     with naming_memory_errors(first.path, first.name):
         out = empty_array(box_shape(box), node.dtype)

@@ -40,8 +40,6 @@ class ChecksummedRange(NamedTuple):
 class ReadStats:
     """Counters and checksums of an execution.
 
-    Leaves fill them, from any thread; the executor reports them.
-
     Attributes:
       verify: which checksums are wanted ("touched", "full", "off"); a leaf computes none under "off".
       bytes_read: bytes of the requested elements, decoded, each element once per call (`Leaf.bytes_of`);
@@ -70,10 +68,7 @@ class ReadStats:
             self.fill_chunks += fill_chunks
 
     def add_range(self, leaf: object, part: ChecksummedRange) -> None:
-        """Records the checksum of some bytes of a leaf.
-
-        Parts of a leaf may come in any order and may overlap.
-        """
+        """Records the checksum of some bytes of a leaf."""
         with self._lock:
             self._ranges.setdefault(leaf, []).append(part)
 
@@ -88,10 +83,7 @@ class ReadStats:
         return self
 
     def scoped(self) -> ReadStats:
-        """Makes read stats with ranges of their own.
-
-        Their counters are added to these, too.
-        """
+        """Makes read stats with ranges of their own."""
         return _ScopedStats(self)
 
 
@@ -100,10 +92,7 @@ _counting: contextvars.ContextVar[ReadStats | None] = contextvars.ContextVar("_c
 
 @contextlib.contextmanager
 def counting_reads() -> Generator[ReadStats]:
-    """Counts the reads of views in this context, until it ends.
-
-    They are those of `get` and `np.asarray`.
-    """
+    """Counts the reads of views in this context, until it ends."""
     stats = ReadStats()
     token = _counting.set(stats)
     try:

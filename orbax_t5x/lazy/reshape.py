@@ -1,7 +1,5 @@
 """Reshaping by a `JoinNode` and a `SplitNode` at most.
 
-A `JoinNode` merges adjacent dimensions, a `SplitNode` splits them.
-
 A join reads exactly what is wanted and writes straight into the buffer. A split reads, per box, the flat intervals that
 cover it; it writes straight into the buffer where the buffer's strides allow, in pieces of at least `GAP_BYTES` where
 they do not, and goes through memory of its own only for less, or where the interval covers gaps.
@@ -27,10 +25,7 @@ _Groups = tuple[tuple[int, ...], ...]
 
 
 def reshaped(node: Node, new: tuple[int, ...]) -> Node:
-    """Reshapes a node to a shape of the same size.
-
-    The elements are the same in C order.
-    """
+    """Reshapes a node to a shape of the same size."""
     node = _before_reshapes(node)
     shape = node.shape
     if new == shape:
@@ -58,10 +53,7 @@ def reshaped(node: Node, new: tuple[int, ...]) -> Node:
 
 
 def _before_reshapes(node: Node) -> Node:
-    """Returns the node under a chain of reshapes.
-
-    Only the last of them counts.
-    """
+    """Returns the node under a chain of reshapes."""
     while isinstance(node, JoinNode | SplitNode) or (
         isinstance(node, StridedNode) and node.only_reshapes and 0 not in node.shape
     ):
@@ -71,10 +63,7 @@ def _before_reshapes(node: Node) -> Node:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class JoinNode(Node):
-    """Adjacent dimensions merged in C order.
-
-    `groups` has the sizes that each dimension joins.
-    """
+    """Adjacent dimensions merged in C order."""
 
     groups: _Groups
 
@@ -101,10 +90,7 @@ class JoinNode(Node):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SplitNode(Node):
-    """Dimensions split in C order.
-
-    `groups` has the sizes that each dimension of the input becomes.
-    """
+    """Dimensions split in C order."""
 
     groups: _Groups
 
@@ -112,10 +98,7 @@ class SplitNode(Node):
         return f"reshape {self.shape}"
 
     def _pieces(self, box: Box) -> Iterator[tuple[FlatRun, ...]]:
-        """Returns every combination of runs.
-
-        A combination has a run for each dimension of the input.
-        """
+        """Returns every combination of runs."""
         runs: list[list[FlatRun]] = []
         at = len(box)
         row_bytes = self.dtype.itemsize
@@ -131,10 +114,7 @@ class SplitNode(Node):
             self.input.add_requests(_intervals(piece), found)
 
     def _cuts_are_large(self, covered: Box) -> bool:
-        """Tests if ranges stay at `GAP_BYTES` or more when cut.
-
-        The output is cut index by index.
-        """
+        """Tests if ranges stay at `GAP_BYTES` or more when cut."""
         at = len(covered)
         for sizes in reversed(self.groups):
             if len(sizes) > 1 and any(last - first > 1 for first, last in covered[at - len(sizes) : at - 1]):
@@ -153,10 +133,7 @@ class SplitNode(Node):
                 self._lower_covering(piece, into, lowered)
 
     def _lower_exact(self, piece: tuple[FlatRun, ...], into: np.ndarray, lowered: Lowering) -> None:
-        """Reads intervals that hold only wanted elements.
-
-        Into the buffer; where its strides forbid, in pieces that it can take, or through memory of its own.
-        """
+        """Reads intervals that hold only wanted elements."""
         interval = _intervals(piece)
         scattered = self._scattered_axis(into)
         if scattered < 0:
@@ -175,10 +152,7 @@ class SplitNode(Node):
                 self._lower_exact(small, into[(slice(None),) * scattered + (slice(i - first, i - first + 1),)], lowered)
 
     def _scattered_axis(self, into: np.ndarray) -> int:
-        """Returns the first axis that the buffer cannot join, or -1.
-
-        It is of a group; the buffer's strides decide.
-        """
+        """Returns the first axis that the buffer cannot join, or -1."""
         at = 0
         for sizes in self.groups:
             axes = [axis for axis in range(at, at + len(sizes)) if into.shape[axis] > 1]
@@ -189,10 +163,7 @@ class SplitNode(Node):
         return -1
 
     def _lower_covering(self, piece: tuple[FlatRun, ...], into: np.ndarray, lowered: Lowering) -> None:
-        """Reads intervals with gaps, and copies the wanted elements.
-
-        They are read into memory of whole rows.
-        """
+        """Reads intervals with gaps, and copies the wanted elements."""
         shapes = [_aligned(run, sizes) for run, sizes in zip(piece, self.groups, strict=True)]
         flat = lowered.allocate(tuple(math.prod(shape) for shape in shapes), self.dtype)
         interval = _intervals(piece)
@@ -213,9 +184,6 @@ def _covered(piece: tuple[FlatRun, ...]) -> Box:
 
 
 def _aligned(run: FlatRun, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the run's box, widened to whole inner dimensions.
-
-    All are inner that are below its first dimension of several indices.
-    """
+    """Returns the run's box, widened to whole inner dimensions."""
     outer = next((dim for dim, (first, last) in enumerate(run.box) if last - first > 1), len(sizes) - 1)
     return tuple(last - first if dim <= outer else sizes[dim] for dim, (first, last) in enumerate(run.box))

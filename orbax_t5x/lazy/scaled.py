@@ -1,7 +1,4 @@
-"""Node of an array times its stored scale.
-
-The scale is a number, or a number for each row.
-"""
+"""Node of an array times its stored scale."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ from orbax_t5x.trees.dtypes import kind_of
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ScaledNode(Node):
-    """Product of an input and a scale.
-
-    The second input has a single element or the shape of the first; make it with `scaled_node`.
-    """
+    """Product of an input and a scale."""
 
     def describe_step(self) -> str:
         return f"times a scale, {self.dtype.name}"
@@ -67,12 +61,7 @@ class ScaledNode(Node):
 
 
 def scaled_node(node: Node, scale: Node) -> Node:
-    """Scales an array in float32, or float64 for 64-bit inputs.
-
-    Raises:
-      ValueError: the scale is neither one number nor one for each row.
-      TypeError: what holds no real numbers.
-    """
+    """Scales an array in float32, or float64 for 64-bit inputs."""
     if math.prod(scale.shape) != 1:
         if len(node.shape) > 1 and scale.shape == (node.shape[0], *(1 for _ in node.shape[1:])):
             # NumPy's rule: a flat scale of as many numbers would be of columns.

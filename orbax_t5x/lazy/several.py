@@ -89,18 +89,7 @@ def average(views: Iterable[Any], weights: Sequence[float]) -> View:
 
 
 def pad(view: Any, filler: Any, filling: str) -> View:
-    """Places an array at the origin of a larger array.
-
-    The larger array gives all elements beyond it.
-
-    Args:
-      view: what grows.
-      filler: of its rank and dtype, and in no dimension smaller.
-      filling: what the new elements are, as text for people.
-
-    Raises:
-      ValueError: ranks or dtypes differ, or a dimension would shrink; the text names both.
-    """
+    """Places an array at the origin of a larger array."""
     old, new = _inputs("pad", [view, filler])
     _check_dtypes("pad", [old, new])
     if old.ndim != new.ndim or any(size > wanted for size, wanted in zip(old.shape, new.shape, strict=True)):
@@ -112,23 +101,12 @@ def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
     """Computes `kernel + scale * tensordot(down, up, 1)` box by box.
 
     In float32 or wider, rounded to the kernel's dtype once.
-
-    Raises:
-      ValueError: shapes that do not fit.
-      TypeError: what holds no real floating-point numbers.
     """
     return View(low_rank_node(as_view(kernel).node, as_view(down).node, as_view(up).node, scale))
 
 
 def scaled(view: Any, scale: Any) -> View:
-    """Multiplies an array by a number, or rows by numbers.
-
-    Box by box, in float32 or wider.
-
-    Raises:
-      ValueError: a scale of another shape.
-      TypeError: what holds no real numbers.
-    """
+    """Multiplies an array by a number, or rows by numbers."""
     return View(scaled_node(as_view(view).node, as_view(scale).node))
 
 
@@ -136,13 +114,6 @@ def all_equal(views: Iterable[Any], *, advice: str = "") -> View:
     """Returns the first of arrays that must be equal.
 
     They are compared bit for bit; if they differ, reading raises `LeafMismatchError`.
-
-    Args:
-      views: the arrays.
-      advice: the end of that error's text.
-
-    Raises:
-      ValueError: no array, or shapes or dtypes differ; the text names both.
     """
     inputs = _inputs("all_equal", views)
     _check_shapes("all_equal", inputs)

@@ -1,7 +1,5 @@
 """Node that selects and reorders elements by an index map.
 
-Slices, transposes, new axes, repeats.
-
 However many of these are composed, they are one node. It writes straight into the buffer: transposed and negative steps
 as views of it, a repeat by copying after the read. Steps beyond 1 read their covering box into memory of their own
 where the rows between are small, and row by row where they are not, so that never more than `GAP_BYTES` at a time is
@@ -46,10 +44,7 @@ class _Cut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StridedNode(Node):
-    """The input under an index map.
-
-    Make it with `strided`, which simplifies first.
-    """
+    """The input under an index map."""
 
     index_map: IndexMap
     # The output dimensions that repeat, and whether a step is larger than 1.
@@ -85,10 +80,7 @@ class StridedNode(Node):
         return ", ".join(texts)
 
     def _cut(self, box: Box) -> _Cut:
-        """Returns the input's box for an output box.
-
-        None of its dimensions has to be read row by row.
-        """
+        """Returns the input's box for an output box."""
         start, maps, _ = self.index_map
         inner = [(first, first + 1) for first in start]
         strides: dict[int, slice] = {}
@@ -112,10 +104,7 @@ class StridedNode(Node):
         return _Cut(tuple(inner), tuple(at), every)
 
     def _row_axis(self, box: Box) -> int:
-        """Returns the output axis to read by index, or -1.
-
-        The rows between its steps are large.
-        """
+        """Returns the output axis to read by index, or -1."""
         if not self._has_steps:
             return -1
         sizes = [1] * len(self.index_map.start)
@@ -160,10 +149,7 @@ class StridedNode(Node):
             self._lower_rows(row, part, lowered)
 
     def _as_input(self, out: np.ndarray) -> np.ndarray:
-        """Views an output buffer with the dimensions of the input.
-
-        Dropped dimensions are included.
-        """
+        """Views an output buffer with the dimensions of the input."""
         dims = [dim for dim, _ in self.index_map.maps if dim >= 0]
         axes = sorted(range(len(dims)), key=dims.__getitem__)
         if axes != list(range(len(dims))):
@@ -183,10 +169,7 @@ class StridedNode(Node):
 
 
 def strided(node: Node, index_map: IndexMap) -> Node:
-    """Applies an index map to a node, simplified.
-
-    No map over a map, no identity, no inputs that are left out.
-    """
+    """Applies an index map to a node, simplified."""
     if isinstance(node, StridedNode):
         node, index_map = node.input, compose(node.index_map, index_map)
     start, maps, shape = index_map
@@ -224,10 +207,7 @@ def _rows(box: Box, axis: int) -> list[Box]:
 
 
 def _block(sizes: Sequence[int], axis: int, itemsize: int) -> tuple[int, int, int]:
-    """Cuts a copy along an axis into blocks.
-
-    Returns (axis of the cuts, indices per block, bytes of a block).
-    """
+    """Cuts a copy along an axis into blocks."""
     cut = max((a for a in range(len(sizes)) if a != axis), key=sizes.__getitem__, default=-1)
     row = math.prod(sizes) // sizes[axis] * itemsize
     if cut < 0:

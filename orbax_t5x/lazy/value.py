@@ -22,13 +22,7 @@ from orbax_t5x.lazy.read_stats import ReadStats
 
 
 class ValueLeaf(BlockingLeaf):
-    """Constant: a NumPy or JAX array, a scalar, or text.
-
-    A `jax.Array` may be sharded.
-
-    Attributes:
-      value: what was given, as it was given.
-    """
+    """Constant: a NumPy or JAX array, a scalar, or text."""
 
     is_value = True
 
@@ -83,13 +77,7 @@ class ValueLeaf(BlockingLeaf):
 
 
 class OpaqueLeaf(BlockingLeaf):
-    """Leaf of a lazy array of the get_fn kind.
-
-    A read calls its function once and takes the boxes from the result.
-
-    Attributes:
-      array: the lazy array.
-    """
+    """Leaf of a lazy array of the get_fn kind."""
 
     def __init__(self, array: LazyArray, name: str | None = None):
         self.array = array
@@ -100,10 +88,7 @@ class OpaqueLeaf(BlockingLeaf):
         self.chunks: tuple[int, ...] | None = array.shape
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Counts the whole array for any box.
-
-        The function returns all of it.
-        """
+        """Counts the whole array for any box."""
         return math.prod(self.shape) * self.dtype.itemsize if boxes else 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
@@ -133,10 +118,7 @@ class OpaqueLeaf(BlockingLeaf):
 
 
 def is_jax_array(value: Any) -> bool:
-    """Tests for a `jax.Array`, without importing JAX.
-
-    Only a `jax.Array` has this attribute.
-    """
+    """Tests for a `jax.Array`, without importing JAX."""
     return hasattr(value, "addressable_shards")
 
 

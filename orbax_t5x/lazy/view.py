@@ -133,14 +133,7 @@ class View(LazyArray):
         return self._with(mapped_node(self.node, fn, f"map {shown}"))
 
     def cast_checked(self, dtype: Any, mismatch: Mismatch = leaf_mismatch) -> View:
-        """Casts like `astype`, and checks values when reading.
-
-        A value that does not survive the round trip is an error.
-
-        Args:
-          dtype: of the result.
-          mismatch: makes the error; by default a `LeafMismatchError`.
-        """
+        """Casts like `astype`, and checks values when reading."""
         return self._with(cast_node(self.node, np.dtype(dtype), mismatch))
 
     def _with(self, node: Node) -> View:
@@ -161,12 +154,7 @@ class View(LazyArray):
         return out
 
     def allocate(self) -> np.ndarray:
-        """Allocates an uninitialised array that reading the whole view can fill.
-
-        Raises:
-          CheckpointError: a leaf cannot be read, whatever its shape claims; nothing was allocated.
-          LimitExceededError: there is not so much memory.
-        """
+        """Allocates an uninitialised array that reading the whole view can fill."""
         leaves = self.leaves()
         for leaf in leaves:
             leaf.raise_error()
@@ -237,31 +225,19 @@ class View(LazyArray):
         return leaf.value if isinstance(leaf, ValueLeaf) else self.get()
 
     def requests(self, box: Box) -> list[tuple[Leaf, Box]]:
-        """Returns the boxes of leaves that reading a box will read.
-
-        See `Node.requests`.
-        """
+        """Returns the boxes of leaves that reading a box will read."""
         return self.node.requests(box)
 
     def scratch_bytes(self, box: Box, like: np.ndarray | None = None) -> int:
-        """Returns the memory for a box beside the buffer.
-
-        See `Node.scratch_bytes`.
-        """
+        """Returns the memory for a box beside the buffer."""
         return self.node.scratch_bytes(box, like)
 
     def lower(self, box: Box, out: np.ndarray) -> Lowering:
-        """Lowers reading a box to requests on leaves and steps.
-
-        See `Node.lower`.
-        """
+        """Lowers reading a box to requests on leaves and steps."""
         return self.node.lower(box, out)
 
     def describe(self) -> str:
-        """Describes all operations on the leaves, for people.
-
-        Empty for a bare leaf.
-        """
+        """Describes all operations on the leaves, for people."""
         return self.node.describe()
 
     def __repr__(self) -> str:
@@ -290,13 +266,7 @@ def as_view(value: Any, name: str | None = None) -> View:
 
 
 def read_views(items: Iterable[tuple[View, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
-    """Fills buffers with boxes of views.
-
-    Every leaf is read once for all of them.
-
-    Returns:
-      What was read.
-    """
+    """Fills buffers with boxes of views."""
     return read_boxes([(view.node, box, out) for view, box, out in items], verify)
 
 

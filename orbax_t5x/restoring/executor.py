@@ -1,7 +1,5 @@
 """Executes a plan: reads boxes into the arrays' shards.
 
-The buffers become the shards.
-
 An event loop in a thread of its own takes groups of leaves in plan order. Each group waits for its bytes of one budget
 (first in, first out; a group larger than the budget waits for all others), allocates 64-byte aligned buffers (which
 `jax` takes over without a copy on CPU), has its leaves read into them, and runs what views have left to do (casts,
@@ -64,12 +62,7 @@ _HOST_PLATFORMS = frozenset({"cpu"})
 def execute_plan(
     plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Any], RestoreReport]:
-    """Runs a plan for `RestorePlan.execute`.
-
-    Returns the values by name, and the record of reads and checks.
-
-    `options.progress` is ignored: `on_progress` is called when bytes have arrived.
-    """
+    """Runs a plan for `RestorePlan.execute`."""
     # The processes of a job meet before JAX makes its backend, as `process_count` does.
     if jax.distributed.is_initialized() or jax.process_count() > 1:
         return _execute_jointly(plan, options, on_progress)
@@ -78,8 +71,6 @@ def execute_plan(
 
 def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
     """Returns the memory for decoding chunks.
-
-    It is within the limit of an execution.
 
     Enough to keep all cores at work; more would only be filled by reads that run ahead of decoding. Remote leaves get
     all of the limit: what is under way to them hides round trips.
@@ -94,10 +85,7 @@ def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
 
 
 def has_transfers(entries: Iterable[PlanEntry]) -> bool:
-    """Tests if arrays are sent to devices with their own memory.
-
-    Whatever the default backend is.
-    """
+    """Tests if arrays are sent to devices with their own memory."""
     leaves = {id(entry.leaf): entry.leaf for entry in entries}.values()
     shardings = {leaf.sharding for leaf in leaves if leaf is not None and not leaf.is_on_host}
     platforms = {device.platform for sharding in shardings if sharding is not None for device in sharding.device_set}
@@ -112,10 +100,7 @@ _Buffers = dict[str, list[np.ndarray]]
 
 
 class Execution:
-    """Execution of a plan by the only process.
-
-    `joint_executor` has that by several.
-    """
+    """Execution of a plan by the only process."""
 
     _is_joint = False
 
@@ -218,10 +203,7 @@ class Execution:
             raise
 
     def _read_blocking(self, group: Group) -> _Buffers | None:
-        """Reads and finishes a group in this thread, or returns None.
-
-        None: another group has failed meanwhile.
-        """
+        """Reads and finishes a group in this thread, or returns None."""
         buffers, bare, stages = _allocate(group)
         return buffers if self._reader.fill(stages, group.entries[0], bare) else None
 
@@ -254,12 +236,7 @@ class Execution:
         return list(placed.values())
 
     def _computed_leaves(self, entries: Sequence[PlanEntry], compute: Compute) -> dict[Leaf, ValueLeaf]:
-        """Computes the leaves that need computing after reading.
-
-        A fallback function fills them partly, or they are cast here.
-
-        They are arrays of the function's own dtypes, placed like these leaves.
-        """
+        """Computes the leaves that need computing after reading."""
         computed = [leaf for entry in entries for leaf in entry.leaves if isinstance(leaf, ComputedLeaf)]
         if not computed:
             return {}
@@ -272,10 +249,7 @@ class Execution:
         return {leaf: ValueLeaf(arrays[leaf.name], leaf.name) for leaf in computed}
 
     def _computed(self, compute: Compute) -> dict[str, Any]:
-        """Computes the leaves that a fallback function fills.
-
-        It fills them completely, in the target's dtypes.
-        """
+        """Computes the leaves that a fallback function fills."""
         entries = [entry for entry in self._plan.entries if entry.action == "fallback" and entry.view is None]
         if not entries:
             return {}
@@ -304,10 +278,7 @@ class Execution:
 
 
 def _allocate(group: Group) -> tuple[_Buffers, list[LeafReads], list[list[BufferedPiece]]]:
-    """Allocates the buffers of each entry's shards.
-
-    Returns them, and what to read into them: bare leaves, and pieces by stage.
-    """
+    """Allocates the buffers of each entry's shards."""
     buffers: _Buffers = {}
     outs: _Buffers = {}
     layouts = dict(zip(group.entries, layouts_of(group.entries), strict=True))

@@ -1,7 +1,5 @@
 """Values for leaves that a checkpoint lacks.
 
-They are a tree, or a function of no arguments that returns a tree.
-
 A function is called under JAX's tracing. What it computes with JAX is an array without values until a plan is
 executed, and then only the missing ones are computed, under `jax.jit`, straight into their shardings. All else that it
 returns (NumPy arrays, Python scalars, arrays that it has from outside) are values, which are taken as those of a tree
@@ -27,8 +25,6 @@ from orbax_t5x.restoring.targets import flatten_target, require_finite
 
 class ComputedLeaf(BlockingLeaf):
     """Array that a fallback function computes with JAX.
-
-    It has values only while a plan is executed.
 
     `key_dtype` is that of typed PRNG keys, whose shape and dtype are those of their uint32 data.
     """
@@ -58,8 +54,6 @@ class ComputedLeaf(BlockingLeaf):
 class Fallback:
     """Values for missing leaves, by name.
 
-    They are given, or a `ComputedLeaf` for each that JAX computes.
-
     `compute` computes the latter; it holds none of the values.
     """
 
@@ -82,22 +76,14 @@ class Fallback:
 
 
 class Computation:
-    """Computation of leaves by a fallback function.
-
-    It has the shapes and dtypes of the time of the plan.
-    """
+    """Computation of leaves by a fallback function."""
 
     def __init__(self, function: Callable[[], Any], arrays: Mapping[str, jax.ShapeDtypeStruct]):
         self._function = function
         self._arrays = arrays
 
     def __call__(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, Any]:
-        """Computes named leaves, each straight into its sharding.
-
-        They are of the tree that the function returns.
-
-        A RestorePlanError where the function gives other shapes or dtypes than when the plan was made.
-        """
+        """Computes named leaves, each straight into its sharding."""
         together: dict[Hashable, list[str]] = {}
         for name, leaf in leaves.items():
             together.setdefault(_devices(leaf), []).append(name)
@@ -107,10 +93,7 @@ class Computation:
         return values
 
     def _compute_together(self, names: Sequence[str], leaves: Mapping[str, TargetLeaf]) -> tuple[Any, ...]:
-        """Computes the named leaves under a single `jax.jit`.
-
-        JAX leaves out what is not needed.
-        """
+        """Computes the named leaves under a single `jax.jit`."""
 
         def missing() -> tuple[Any, ...]:
             given = _leaves_of(call_of_user(self._function))
@@ -138,10 +121,7 @@ class Computation:
 
 
 def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | None:
-    """Opens the caller's fallback, or returns None.
-
-    None, and a problem: it cannot be used.
-    """
+    """Opens the caller's fallback, or returns None."""
     if fallback is None:
         return None
     try:
@@ -158,10 +138,7 @@ def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | 
 
 
 def abstract_tree(fallback: Any) -> Any:
-    """Makes a target of a fallback: a tree or a function's result.
-
-    Computed values of a function are abstract arrays.
-    """
+    """Makes a target of a fallback: a tree or a function's result."""
     if not _is_function(fallback):
         return fallback
     values: list[Any] = []
@@ -203,10 +180,7 @@ def _in_dtype(value: Any, leaf: TargetLeaf) -> Any:
 
 
 def _devices(leaf: TargetLeaf) -> Hashable:
-    """Returns the devices that a `jax.jit` may share, or None.
-
-    The devices are in order; leaves with an equal key may be computed together.
-    """
+    """Returns the devices that a `jax.jit` may share, or None."""
     if leaf.sharding is None:
         return None
     if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, Mesh):

@@ -50,13 +50,7 @@ class Fitting:
         self._note = note
 
     def view(self, name: str, leaf: TargetLeaf, value: Any, origin: Origin, label: str | None = None) -> View | None:
-        """Returns a value as a view of the target's shape and dtype.
-
-        With a problem it is returned as it is, or None if no array.
-
-        The value is a lazy array, an array, a scalar, a typed key, or what a fallback function will compute. `origin`
-        is where it comes from, for problems, `label` the name of a value without one of its own.
-        """
+        """Returns a value as a view of the target's shape and dtype."""
         if isinstance(value, View):
             return self._fit(name, leaf, value, origin)
         if isinstance(value, jax.ShapeDtypeStruct):
@@ -164,10 +158,7 @@ class Fitting:
         )
 
     def _text_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin) -> None:
-        """Notes text in place of numbers or the reverse.
-
-        Nothing converts it, `Cast` included.
-        """
+        """Notes text in place of numbers or the reverse."""
         have = "text" if kind_of(source) == "object" else f"dtype {source.name}"
         wanted = "text" if kind_of(leaf.dtype) == "object" else f"dtype {leaf.dtype.name}"
         fix = Fix.by_target(f"give the target {have} there" + (", such as an empty str" if have == "text" else ""))
@@ -176,10 +167,7 @@ class Fitting:
         self._problem("dtype", name, f"{origin} has {have}, the target {wanted}", fix)
 
     def _weakly_typed(self, name: str, leaf: TargetLeaf, value: complex, origin: Origin) -> Any:
-        """Converts a Python scalar as JAX does, weakly typed.
-
-        If the kinds allow; None after a problem.
-        """
+        """Converts a Python scalar as JAX does, weakly typed."""
         if leaf.kind == "key" or not _is_weakly_convertible(np.asarray(value).dtype, leaf.dtype):
             return value
         if isinstance(value, int) and kind_of(leaf.dtype) == "int":
@@ -218,8 +206,6 @@ class Fitting:
     def _stored_key_fits(self, name: str, leaf: TargetLeaf, view: View) -> bool:
         """Tests if key data may be of the leaf's implementation.
 
-        Notes a problem if another implementation is recorded.
-
         Key data of one implementation are no key of another, though their shapes may be equal; nor is a part of them.
         """
         others = [impl for impl in _stored_impls(view) if impl != leaf.key_impl]
@@ -237,10 +223,7 @@ class Fitting:
 
 
 def _stored_impls(view: View) -> list[str]:
-    """Returns the recorded implementations of a view's PRNG keys.
-
-    Empty if the format does not record them.
-    """
+    """Returns the recorded implementations of a view's PRNG keys."""
     return sorted({leaf.prng_impl for leaf in view.leaves() if leaf.prng_impl is not None})
 
 
@@ -249,10 +232,7 @@ def _key_text(impl: str) -> str:
 
 
 def _key_width_fix(impls: list[str]) -> Fix:
-    """Returns the fix for key data of the wrong width.
-
-    No key of the target's implementation has it; `impls` have such data.
-    """
+    """Returns the fix for key data of the wrong width."""
     if not impls:
         return Fix("map a leaf to this name whose last dimension is that of such key data")
     names = " or ".join(map(repr, impls))
@@ -261,10 +241,7 @@ def _key_width_fix(impls: list[str]) -> Fix:
 
 
 def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> Fix:
-    """Returns the fix for a shape: `Pad` or `Slice`.
-
-    `Pad` if the target is larger throughout, `Slice` if it is smaller.
-    """
+    """Returns the fix for a shape: `Pad` or `Slice`."""
     stored = Fix.by_target("give the target the checkpoint's shape")
     pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
     pattern = re.escape(name)
@@ -301,10 +278,7 @@ def _is_weakly_convertible(source: np.dtype, target: np.dtype) -> bool:
 
 
 def _described_source(name: str, view: View) -> str:
-    """Names the sources of a view in brackets.
-
-    Empty if names are equal, so that like problems have the same text.
-    """
+    """Names the sources of a view in brackets."""
     names = list(dict.fromkeys(leaf.name for leaf in view.leaves()))
     if names == [name]:
         return ""
@@ -312,9 +286,6 @@ def _described_source(name: str, view: View) -> str:
 
 
 def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
-    """Makes the error of a step too large for the target's dtype.
-
-    A plan does not see values.
-    """
+    """Makes the error of a step too large for the target's dtype."""
     problem = Problem("dtype", leaf.name, message, Fix.by_target("give the target the stored dtype"))
     return RestorePlanError([problem], path=leaf.path or None)

@@ -65,10 +65,7 @@ class _JointExecution(Execution):
         return self._prepare_broadcast(entries, None) if self._mode else entries
 
     def _prepare_broadcast(self, entries: Sequence[PlanEntry], stores: Stores | None) -> list[PlanEntry]:
-        """Schedules what several processes need; returns the entries that are read without it.
-
-        With `stores`, only what they make worth sending is sent; strings of a local disk are read by each.
-        """
+        """Schedules what several processes need; returns the entries that are read without it."""
         texts = [entry for entry in entries if is_text(entry) and (stores is None or stores.of(entry.leaves))]
         arrays = [entry for entry in entries if not is_text(entry)]
         local_texts = [entry for entry in entries if is_text(entry) and entry not in texts]

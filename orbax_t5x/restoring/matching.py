@@ -1,9 +1,4 @@
-"""Matches a state dict's leaves with a target's leaves.
-
-By name, shape and dtype, after the transforms.
-
-Pure, and linear in the number of leaves.
-"""
+"""Matches a state dict's leaves with a target's leaves."""
 
 from __future__ import annotations
 
@@ -40,14 +35,6 @@ _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 class Matcher:
     """Matcher of a transformed state dict's leaves with a target's.
-
-    Args:
-      target: what is to be filled.
-      options: of the plan.
-      fallback: values for missing leaves.
-      stored_names: the name of each stored leaf in the checkpoint, with its prefix.
-      state: leaves by name.
-      diagnostics: of the transforms that made `state`; only read.
 
     Attributes:
       target, state, diagnostics: as given.
@@ -94,10 +81,7 @@ class Matcher:
     # -- the target's side
 
     def entries(self) -> list[PlanEntry]:
-        """Returns an entry per target leaf.
-
-        Problems are in `problems` and `missing`.
-        """
+        """Returns an entry per target leaf."""
         entries: list[PlanEntry] = []
         for name, leaf in self._leaves.items():
             value = self.state.get(name)
@@ -130,10 +114,7 @@ class Matcher:
 
     @functools.cached_property
     def leftovers(self) -> list[str]:
-        """Names of the state dict that no target leaf takes.
-
-        Valid after `entries` was called.
-        """
+        """Names of the state dict that no target leaf takes."""
         target = self.target
         if target.kind == "everything":
             return []
@@ -192,7 +173,7 @@ class Matcher:
         return changed
 
     def _bare_entry(self, name: str, leaf: TargetLeaf, node: Node, view: View) -> PlanEntry | None:
-        """Makes the entry of a stored leaf that needs nothing, as most need, or returns None."""
+        """Makes the entry of a leaf that fits, or returns None."""
         if type(node) is not LeafNode or node.shape != leaf.shape or node.dtype != leaf.dtype:
             return None
         if (is_placeable := self._is_placeable.get(id(leaf))) is None:
@@ -235,10 +216,7 @@ class Matcher:
         return self._entry(name, leaf, source_name, value)
 
     def _entry(self, name: str, leaf: TargetLeaf, source_name: str, value: Any) -> PlanEntry | None:
-        """Makes a leaf's entry from a value of the state dict.
-
-        A value that does not fit stays as it is.
-        """
+        """Makes a leaf's entry from a value of the state dict."""
         # A view, as most values are, is a lazy array; that is quick to see by its exact type.
         is_lazy = isinstance(value, View) or isinstance(value, LazyArray)
         origin = "the checkpoint" if is_lazy else "the state dict"
@@ -273,10 +251,7 @@ class Matcher:
         )
 
     def _filled(self, name: str, leaf: TargetLeaf, view: View) -> View | None:
-        """Fills a padded view from the fallback, or returns None.
-
-        None: there is a problem.
-        """
+        """Fills a padded view from the fallback, or returns None."""
         value = None if self._fallback is None else self._fallback.leaves.get(name)
         if self._fallback is None or value is None:
             lack = "no fallback was given" if self._options.fallback is None else "that has no such leaf"
@@ -353,8 +328,6 @@ class Matcher:
 def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:
     """Tests if JAX computes an array straight into its leaf.
 
-    It is in the leaf's dtype and sharding.
-
     What stays on the host is cast there, because JAX may not have its dtype, and so is what has its values checked.
     """
     is_checked = isinstance(view.node, CastNode) and view.node.mismatch is not None
@@ -364,10 +337,7 @@ def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _placing_clash(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[str, str]:
-    """Returns JAX's reason against a sharding, and the fix.
-
-    Both are empty if it fits the shape.
-    """
+    """Returns JAX's reason against a sharding, and the fix."""
     try:
         sharding.shard_shape(shape)
     except (ValueError, IndexError) as error:  # JAX raises IndexError for a spec longer than the rank

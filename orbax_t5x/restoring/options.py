@@ -44,10 +44,7 @@ def memory_limit(memory_limit_bytes: int | None) -> int:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raises TypeError for a `dtype` unknown to NumPy.
-
-    None is the target's own.
-    """
+    """Raises TypeError for a `dtype` unknown to NumPy."""
     try:
         as_dtype(dtype)
     except TypeError as error:
@@ -119,10 +116,7 @@ class RestoreOptions:
         return RestoreOptions(**{name: arguments[name] for name in _NAMES if name in arguments})
 
     def within(self, limit: int | None) -> RestoreOptions:
-        """Returns the options with `memory_limit_bytes` at most `limit`.
-
-        Without a limit they are unchanged.
-        """
+        """Returns the options with `memory_limit_bytes` at most `limit`."""
         if limit is None:
             return self
         given = limit if self.memory_limit_bytes is None else self.memory_limit_bytes

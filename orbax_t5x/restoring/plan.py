@@ -114,10 +114,7 @@ class PlanEntry:
 
 
 def boxes_by_leaf(items: Iterable[tuple[View, Box]]) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
-    """Returns the boxes of leaves for boxes of views.
-
-    Each comes once.
-    """
+    """Returns the boxes of leaves for boxes of views."""
     found: dict[Leaf, dict[Box, None]] = {}
     for view, box in items:
         for leaf, wanted in view.requests(box):
@@ -126,10 +123,7 @@ def boxes_by_leaf(items: Iterable[tuple[View, Box]]) -> tuple[tuple[Leaf, tuple[
 
 
 def addressable_boxes(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """Returns the unique index boxes of this process's shards.
-
-    Without a sharding it is the whole array.
-    """
+    """Returns the unique index boxes of this process's shards."""
     return (full_box(shape),) if sharding is None else _boxes_of(sharding, shape)
 
 
@@ -139,10 +133,7 @@ def _boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[
 
 
 def shard_indices(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Iterable[Sequence[slice] | None]:
-    """Returns the indices of this process's shards.
-
-    In device order, as JAX gives them.
-    """
+    """Returns the indices of this process's shards."""
     untyped: Any = sharding
     return untyped.addressable_devices_indices_map(shape).values()
 

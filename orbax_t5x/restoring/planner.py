@@ -1,7 +1,5 @@
 """Makes a plan, or an error with every problem.
 
-From source leaves, transforms and a target.
-
 Nothing here reads or lists anything: the checkpoints are open, and whether the transforms were applied before is
 decided by the caller between `plan_inputs` and `build_plan`. Every stage gathers `Problem`s; only the end raises,
 after `diagnose` has explained them. The cost is linear in the number of leaves.
@@ -43,8 +41,6 @@ _partial_rules = on_demand.function("orbax_t5x.restoring.diagnose.partial_rules"
 class PlanInputs:
     """Inputs of a plan: sources, target, transforms, decisions.
 
-    The sources are open, the target is flattened.
-
     Attributes:
       stored: the leaves by their names in the sources.
       source: the leaves by the names that transforms get.
@@ -80,17 +76,11 @@ class PlanInputs:
         return found
 
     def match(self, state: Mapping[str, Any], diagnostics: Diagnostics) -> Matcher:
-        """Makes a matcher of a state dict.
-
-        It has the diagnostics of the transforms that made the dict.
-        """
+        """Makes a matcher of a state dict."""
         return Matcher(self.target, self.options, self.fallback, self.stored_names, state, diagnostics)
 
     def bare_sources(self) -> dict[str, dict[str, Any]]:
-        """Returns the leaves of the sources without own transforms.
-
-        By the sources' own names for them.
-        """
+        """Returns the leaves of the sources without own transforms."""
         names = set(filter(None, self.sources.checkpoints))
         bare = names - {one.source for one in self.transforms if isinstance(one, OneSource)}
         leaves: dict[str, dict[str, Any]] = {}
@@ -105,12 +95,7 @@ class PlanInputs:
 def plan_inputs(
     sources: OpenSources, target: Any, transforms: Sequence[Callable[..., Any]], options: RestoreOptions
 ) -> PlanInputs:
-    """Prepares the inputs of a plan.
-
-    It flattens the target, names the leaves of the sources, and finds the rules of `"auto"`.
-
-    The `transforms` are those of the restore: the sources' own are before them.
-    """
+    """Prepares the inputs of a plan."""
     given = (*sources.chain, *transforms)
     flattened = flatten_target(target)
     diagnostics = Diagnostics(allows_unmapped=not options.strict)
@@ -129,12 +114,7 @@ def plan_inputs(
 
 
 def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:
-    """Plans a restore after a `decision` about its transforms.
-
-    A RestorePlanError has every problem.
-
-    `proposes` is whether transforms that would help are looked for where leaves are missing.
-    """
+    """Plans a restore after a `decision` about its transforms."""
     checkpoints, flattened, options = inputs.sources.checkpoints, inputs.target, inputs.options
     source, transforms, diagnostics = inputs.source, inputs.transforms, inputs.diagnostics
     if decision.warning:
@@ -228,10 +208,7 @@ def _raise_broken(entries: Iterable[PlanEntry]) -> None:
 
 
 def _remaining_empties(empties: Mapping[str, Any], leaves: Iterable[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the empty containers that stay in a transformed state dict.
-
-    They stay as long as the leaves in the same container are not all gone and nothing else has their name.
-    """
+    """Returns the empty containers that stay in a transformed state dict."""
     before, after = _containers(leaves), _containers(state)
 
     def remains(name: str) -> bool:
@@ -251,10 +228,7 @@ def _everything(
     entries: Sequence[PlanEntry],
     transforms: Sequence[Any],
 ) -> Target:
-    """Makes the target of a restore without a target.
-
-    All leaves are NumPy, with None, empty containers and `...`.
-    """
+    """Makes the target of a restore without a target."""
     empties: dict[str, Any] = {name: None for name, value in state.items() if value is None}
     for prefix, checkpoint in checkpoints.items():
         found = {prefixed(prefix, name): empty for name, empty in checkpoint.empties.items()}

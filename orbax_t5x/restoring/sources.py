@@ -1,7 +1,4 @@
-"""Sources of a restore: checkpoints, transforms, leaves.
-
-There is a checkpoint, or several by name, each with transforms of its own.
-"""
+"""Sources of a restore: checkpoints, transforms, leaves."""
 
 from __future__ import annotations
 
@@ -68,12 +65,7 @@ AnySource = OneOrPath | Mapping[str, OneOrPath]
 
 @dataclasses.dataclass(frozen=True)
 class OpenSources:
-    """Open sources of a restore.
-
-    Attributes:
-      checkpoints: by the name of their source; a single one has the name "".
-      chain: the sources' own transforms, as they begin the chain of the restore.
-    """
+    """Open sources of a restore."""
 
     checkpoints: Mapping[str, Checkpoint]
     chain: tuple[Callable[..., Any], ...] = ()
@@ -89,10 +81,7 @@ class OpenSources:
         return next(iter(self.checkpoints.values())) if len(self.checkpoints) == 1 else None
 
     def leaves(self, diagnostics: Diagnostics) -> dict[str, Any]:
-        """Returns all leaves by prefixed name.
-
-        None for a None of a checkpoint; only leaves of a named source have a prefix.
-        """
+        """Returns all leaves by prefixed name."""
         if "" in self.checkpoints:
             return _leaves_of(self.checkpoints[""])
         leaves: dict[str, Any] = {}
@@ -113,13 +102,7 @@ class OpenSources:
 
 
 def open_sources(source: AnySource, options: RestoreOptions, stack: contextlib.ExitStack) -> OpenSources:
-    """Opens the sources of a restore.
-
-    Args:
-      source: as `orbax_t5x.restore` takes it.
-      options: `item` and `limits` are for sources without their own.
-      stack: closes those that were opened here.
-    """
+    """Opens the sources of a restore."""
     sources = _sources_by_name(source)
     if not sources:
         raise ValueError("no source was given: the mapping is empty")
@@ -144,10 +127,7 @@ def _opened(source: Source, options: RestoreOptions, stack: contextlib.ExitStack
 
 
 def _own_chain(sources: Mapping[str, Source], checkpoints: Mapping[str, Checkpoint]) -> tuple[Callable[..., Any], ...]:
-    """Returns the sources' own transforms.
-
-    Of a named source each sees its leaves, if the source is open.
-    """
+    """Returns the sources' own transforms."""
     chain: list[Callable[..., Any]] = []
     for name, source in sources.items():
         steps = chain_of(source.transforms)
@@ -161,16 +141,7 @@ def _own_chain(sources: Mapping[str, Source], checkpoints: Mapping[str, Checkpoi
 
 
 def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """Returns the chain of unopened sources.
-
-    It has the right digest, and is not applied.
-
-    Empty where `"auto"` stands in it: what that found at the time is not known without the source.
-
-    Args:
-      source: as `orbax_t5x.restore` takes it, or None.
-      transforms: of the restore.
-    """
+    """Returns the chain of unopened sources."""
     own = () if source is None else _own_chain(_sources_by_name(source), {})
     chain = (*own, *chain_of(transforms))
     is_known = all(
@@ -189,14 +160,7 @@ def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def without_saved_whole_prefix(source: dict[str, Any], start: str) -> dict[str, Any]:
-    """Renames the leaves of a train state that Orbax saved whole.
-
-    From `_optimizer/target/…` to the names of its state dict.
-
-    Args:
-      source: by name.
-      start: the name of the train state, with a trailing '/'; empty for the whole.
-    """
+    """Renames the leaves of a train state that Orbax saved whole."""
     saved_whole = start + _SAVED_WHOLE
     if not any(name.startswith(saved_whole) for name in source):
         return source

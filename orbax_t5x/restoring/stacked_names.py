@@ -1,7 +1,4 @@
-"""Names of layers in models, numbered or stacked.
-
-A stacked leaf has all layers.
-"""
+"""Names of layers in models, numbered or stacked."""
 
 from __future__ import annotations
 
@@ -19,12 +16,7 @@ def is_layer_word(part: str) -> bool:
 
 
 def stacked_part(name: str) -> str | None:
-    """Returns a name up to an unnumbered layer part, or None.
-
-    A dimension may count these layers.
-
-    Flaxformer and T5X repeat the name of the tower: `decoder/decoder`.
-    """
+    """Returns a name up to an unnumbered layer part, or None."""
     parts = name.split("/")
     for at, (part, after) in enumerate(itertools.pairwise(parts)):
         if _LAYERS.fullmatch(part) is not None and not after.isdecimal():

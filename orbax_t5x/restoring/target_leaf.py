@@ -1,7 +1,5 @@
 """Describes a target leaf: shape, dtype, sharding and type.
 
-The type is that of the value that replaces it.
-
 A leaf that nothing can be restored into is a problem, never an exception. Nothing here touches array bytes.
 """
 
@@ -66,10 +64,7 @@ class TargetLeaf:
 
     @property
     def placing(self) -> Any:
-        """The `device` argument for `jax.device_put`.
-
-        A special layout, the sharding, or None for a single device.
-        """
+        """The `device` argument for `jax.device_put`."""
         return self.layout if self.layout is not None else self.sharding
 
 
@@ -173,10 +168,7 @@ def is_key_dtype(dtype: Any) -> bool:
 
 
 def key_impl_of(dtype: Any) -> str | None:
-    """Returns a typed key dtype's implementation, or None.
-
-    None: it is not JAX's own.
-    """
+    """Returns a typed key dtype's implementation, or None."""
     return next((name for name in _KEY_IMPLEMENTATIONS if _key_dtype(name) == dtype), None)
 
 
@@ -199,10 +191,7 @@ def _key_dtype(impl: str) -> Any:
 
 
 def _on_mesh_in_use(sharding: NamedSharding) -> NamedSharding | None:
-    """Moves an abstract sharding to the mesh in use.
-
-    None: that has other axes.
-    """
+    """Moves an abstract sharding to the mesh in use."""
     mesh = jax.sharding.get_mesh()
     if dict(mesh.shape) != dict(sharding.mesh.shape):
         return None

@@ -1,7 +1,5 @@
 """Flattens targets: leaves by name, and their rebuilder.
 
-The rebuilder is a function that makes the whole.
-
 Any pytree is a target. T5X's train states and `nnx` states and modules name their own leaves, alone or inside other
 containers. Nothing here touches array bytes, and nothing imports Flax: a train state is known by its methods, and
 `nnx.State` can only be met where `flax.nnx` is loaded already.
@@ -30,10 +28,7 @@ _MODEL_PARAMETERS = frozenset({"target", "params"})
 
 
 def is_parameter_name(name: str) -> bool:
-    """Tests for a model parameter's name in a train state.
-
-    `dtype=` applies to these.
-    """
+    """Tests for a model parameter's name in a train state."""
     return name.partition("/")[0] in _MODEL_PARAMETERS
 
 
@@ -61,10 +56,7 @@ class Target:
 
     @functools.cached_property
     def kept(self) -> frozenset[str]:
-        """Names of the placeholders.
-
-        Each covers all that is below it.
-        """
+        """Names of the placeholders."""
         return frozenset(name for name, leaf in self.leaves.items() if leaf.kind == "keep")
 
     def is_kept(self, name: str) -> bool:
@@ -74,10 +66,7 @@ class Target:
 
 
 def require_finite(tree: Any, kind: ProblemKind = "target") -> None:
-    """Refuses a recursive or too deep tree.
-
-    By a RestorePlanError.
-    """
+    """Refuses a recursive or too deep tree."""
     try:
         require_levels(tree)
     except EndlessTreeError as error:
@@ -86,10 +75,7 @@ def require_finite(tree: Any, kind: ProblemKind = "target") -> None:
 
 
 def flatten_target(target: Any, kind: ProblemKind = "target") -> Target:
-    """Flattens any target of `orbax_t5x.restore`; see the contract there.
-
-    A RestorePlanError with a problem of this kind where the tree contains itself.
-    """
+    """Flattens any target of `orbax_t5x.restore`; see the contract there."""
     require_finite(target, kind)
     if target is None:
         # A TF bundle may hold both `a` and `a/b`.
@@ -106,10 +92,7 @@ def _has_optimizer(train_state: Any) -> bool:
 
 
 def _in_structure_of(target: Any, restored: Any) -> Any:
-    """Puts a restored train state into the target's containers.
-
-    `InferenceState.restore_state` freezes its dicts.
-    """
+    """Puts a restored train state into the target's containers."""
     treedef = jax.tree_util.tree_structure(target)
     leaves = jax.tree_util.tree_leaves(restored)
     # A target without parameters takes any.
@@ -148,10 +131,7 @@ class _Flattening:
         )
 
     def _add_node(self, name: str, node: Any) -> Rebuild:
-        """Adds the leaves of any pytree; returns its rebuilder.
-
-        The rebuilder takes values by name.
-        """
+        """Adds the leaves of any pytree; returns its rebuilder."""
         paths, treedef = _open_pytree(node)
         start = f"{name}/" if name else ""
         names: list[str] = []
@@ -192,10 +172,7 @@ class _Flattening:
         return leaves, lambda values: _in_structure_of(state, state.restore_state(unflatten(values)))
 
     def _add_dict(self, name: str, node: dict[Any, Any]) -> Rebuild:
-        """Adds a dict's leaves in its own order.
-
-        JAX cannot sort its keys.
-        """
+        """Adds a dict's leaves in its own order."""
         start = f"{name}/" if name else ""
         rebuilds = {key: self._add_node(f"{start}{key}", child) for key, child in node.items() if child is not None}
         return lambda values: {key: rebuilds[key](values) if key in rebuilds else None for key in node}

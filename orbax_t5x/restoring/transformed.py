@@ -1,9 +1,4 @@
-"""Leaves of a source after transforms, as views.
-
-For callers without a target.
-
-A comparison of checkpoints uses them: it looks for names and shapes that differ, which are problems of a plan.
-"""
+"""Leaves of a source after transforms, as views."""
 
 from __future__ import annotations
 
@@ -25,10 +20,7 @@ from orbax_t5x.transforms.run import run_on_leaves
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransformedLeaves:
-    """Leaves of a source after transforms, by name.
-
-    A None has no values and is not among them.
-    """
+    """Leaves of a source after transforms, by name."""
 
     path: str
     views: Mapping[str, View]
@@ -43,12 +35,7 @@ def open_transformed(
     options: RestoreOptions,
     stack: contextlib.ExitStack,
 ) -> TransformedLeaves:
-    """Opens a source and runs transforms on its leaves.
-
-    Its own transforms come first; no array is read.
-
-    The `target` is what transforms, and `"auto"`, get as the target's leaves by name.
-    """
+    """Opens a source and runs transforms on its leaves."""
     chain = chain_of(transforms)
     sources = open_sources(source, options, stack)
     path = sources.path or ""
@@ -71,10 +58,7 @@ def open_transformed(
 
 
 def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View]:
-    """Returns the leaves as views.
-
-    Values that are no arrays, or that only a restore can fill, are problems.
-    """
+    """Returns the leaves as views."""
     views: dict[str, View] = {}
     # Two leaves may have one array behind a function: it is called once for both.
     functions: dict[LazyArray, View] = {}

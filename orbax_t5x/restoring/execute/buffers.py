@@ -1,7 +1,5 @@
 """Allocates an array's shard buffers, and makes the array.
 
-They are in a single aligned allocation.
-
 `jax` takes a buffer at a 64-byte boundary over without a copy on CPU; shards of one array share one allocation, which
 lives exactly as long as the array. Nothing here reads.
 """
@@ -106,10 +104,7 @@ def _joined(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
 
 
 def _raw_index(index: Sequence[slice] | None) -> tuple[tuple[int | None, int | None], ...]:
-    """Makes a shard's index hashable.
-
-    Also on Python 3.11.
-    """
+    """Makes a shard's index hashable."""
     return tuple([(part.start, part.stop) for part in index or ()])
 
 
@@ -135,10 +130,7 @@ def layouts_of(entries: Iterable[PlanEntry]) -> list[BufferLayout]:
 
 
 def make_values(entries: Sequence[PlanEntry], buffers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
-    """Makes leaves' values from their boxes' buffers, by name.
-
-    Buffers are taken out as they are used.
-    """
+    """Makes leaves' values from their boxes' buffers, by name."""
     values: dict[str, Any] = {}
     with explicit_transfers():
         # One call for all: each has the cost of several arrays.
@@ -190,8 +182,6 @@ def _sharded(leaf: TargetLeaf, layout: BufferLayout, buffers: Sequence[np.ndarra
 def explicit_transfers() -> contextlib.AbstractContextManager[Any]:
     """Returns a context that allows JAX's own transfers.
 
-    The caller has asked for them.
-
     `make_array_from_callback` counts as implicit, unlike `device_put`; "disallow" means implicit transfers alone.
     """
     config: Any = jax.config  # its attributes are defined as JAX is imported
@@ -201,10 +191,7 @@ def explicit_transfers() -> contextlib.AbstractContextManager[Any]:
 
 
 def check_value(entry: PlanEntry, value: Any) -> None:
-    """Compares a value with the plan.
-
-    JAX narrows and places by settings that may have changed since.
-    """
+    """Compares a value with the plan."""
     leaf = entry.leaf
     if leaf is None or leaf.kind == "scalar":
         return

@@ -1,7 +1,5 @@
 """Groups entries that are read together, in stages.
 
-Their pieces are divided into stages, read in turn.
-
 Entries that share stored bytes are one group, and so are small neighbours. Of a group, what shares stored bytes is cut
 at the same rows and read in the same stage, so that scratch memory stays small, and a cut is made only where no stored
 byte is on both sides of it: however the views of a leaf differ, each of its bytes is read once, and a stage reads
@@ -30,10 +28,7 @@ SCRATCH_BYTES = 16 << 20
 
 
 def stored_bytes(leaf: Leaf, boxes: Iterable[Box]) -> int:
-    """Counts the stored bytes that reading boxes together takes.
-
-    Of a chunked leaf they are whole chunks.
-    """
+    """Counts the stored bytes that reading boxes together takes."""
     chunks = leaf.chunks
     if chunks is None:
         return leaf.bytes_of(tuple(boxes))
@@ -52,8 +47,6 @@ StoredBytesOf = Callable[[Leaf, Iterable[Box]], int]
 
 class Piece(NamedTuple):
     """Box of a view that is read at once.
-
-    It is in the coordinates of the whole array.
 
     It lies in one box of the entry that is read: of a shard, or of several that follow one another in memory.
     """
@@ -78,10 +71,7 @@ class Stages:
 
 
 def stages_of(entries: Iterable[PlanEntry]) -> Stages:
-    """Divides entries that share stored bytes into stages.
-
-    A single entry is divided, too.
-    """
+    """Divides entries that share stored bytes into stages."""
     pieces = [
         Piece(entry, box_index, box) for entry in entries for box_index, box in enumerate(layout_of(entry).read_boxes)
     ]
@@ -106,8 +96,6 @@ def cut_clean(
 ) -> tuple[list[Piece], list[Piece]] | None:
     """Cuts pieces into the first rows and the rest, on `axis`.
 
-    The first part has about `wanted_size` bytes.
-
     None where every cut would have stored bytes on both sides.
     """
     ranges = [piece.box[axis] for piece in pieces if len(piece.box) > axis]
@@ -124,10 +112,7 @@ def cut_clean(
 
 
 def _divided(pieces: Iterable[Piece], edge: int, axis: int) -> tuple[list[Piece], list[Piece]]:
-    """Divides pieces at the row `edge`.
-
-    Pieces of lower rank come first.
-    """
+    """Divides pieces at the row `edge`."""
     head: list[Piece] = []
     tail: list[Piece] = []
     for piece in pieces:
@@ -143,12 +128,7 @@ def _divided(pieces: Iterable[Piece], edge: int, axis: int) -> tuple[list[Piece]
 
 
 def _edges(pieces: Iterable[Piece], start: int, wanted: int, stop: int) -> list[int]:
-    """Returns rows at which to try a cut.
-
-    They are near the wanted row, at ends of chunks or joined dimensions of a leaf.
-
-    Those up to the wanted row come first, the largest first.
-    """
+    """Returns rows at which to try a cut."""
     leaves = {leaf for view in {piece.view for piece in pieces} for leaf in view.leaves()}
     edges = {wanted}
     for unit in {unit for leaf in leaves for unit in _units(leaf)}:
@@ -162,8 +142,6 @@ def _edges(pieces: Iterable[Piece], start: int, wanted: int, stop: int) -> list[
 def _units(leaf: Leaf) -> set[int]:
     """Returns the units of rows that may end stored bytes.
 
-    They are numbers of a view's rows.
-
     A row of a view may be an index of any dimension of the leaf, or of some that a reshape joined.
     """
     rank = len(leaf.shape)
@@ -176,10 +154,7 @@ def _units(leaf: Leaf) -> set[int]:
 
 
 def pieces_stored_bytes(pieces: Iterable[Piece], stored: StoredBytesOf = stored_bytes) -> int:
-    """Counts the stored bytes of reading pieces together.
-
-    `stored` as in `cut_clean`.
-    """
+    """Counts the stored bytes of reading pieces together."""
     found = boxes_by_leaf((piece.view, piece.box) for piece in pieces)
     return sum(stored(leaf, boxes) for leaf, boxes in found)
 
@@ -191,10 +166,7 @@ _GROUP_ENTRIES = 1 << 12
 
 
 class ReadsLeaves(Protocol):
-    """Reader of boxes of leaves.
-
-    It is an entry of a plan, for a process or for all.
-    """
+    """Reader of boxes of leaves."""
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -243,10 +215,7 @@ class _Small(NamedTuple):
 
 
 def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
-    """Groups entries that share stored bytes, in plan order.
-
-    Small entries that are near in a file are grouped, too.
-    """
+    """Groups entries that share stored bytes, in plan order."""
     uses = collections.Counter(itertools.chain.from_iterable([entry.leaves for entry in entries]))
     found: list[tuple[int, Group]] = []
     small: list[_Small] = []
@@ -272,7 +241,7 @@ def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
 
 
 def _joined(small: list[_Small], limit: int) -> list[tuple[int, Group]]:
-    """Joins neighbours in a file to groups, at the entries' places in the plan."""
+    """Joins neighbours in a file to groups in plan order."""
     slots = sorted([one.position for one in small])
     found: list[tuple[int, Group]] = []
     group = Group([], limit, [], False, [[]])
@@ -291,10 +260,7 @@ def _joined(small: list[_Small], limit: int) -> list[tuple[int, Group]]:
 
 
 def _place(leaf: Leaf) -> tuple[str, int, bool]:
-    """Returns the file and offset of a leaf, and whether reads block.
-
-    Leaves without places have equal ones.
-    """
+    """Returns the file and offset of a leaf, and whether reads block."""
     if not isinstance(leaf, BlockingLeaf):
         return "", 0, False
     extent = leaf.extent
@@ -313,12 +279,7 @@ def _as_group(entries: list[PlanEntry]) -> Group:
 
 
 def clusters_of(entries: Sequence[_Reading], stored: StoredBytesOf = stored_bytes) -> list[list[_Reading]]:
-    """Joins entries that share bytes of a leaf.
-
-    They are in the order of their first entries.
-
-    `stored` counts the bytes that one read of boxes takes.
-    """
+    """Joins entries that share bytes of a leaf."""
     by_leaf: dict[Leaf, list[int]] = {}
     for index, entry in enumerate(entries):
         for leaf in entry.leaves:

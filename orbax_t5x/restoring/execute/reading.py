@@ -1,7 +1,4 @@
-"""Fills the buffers of pieces.
-
-It lowers views to requests, has leaves read them, and runs the views' actions afterwards.
-"""
+"""Fills the buffers of pieces."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class Reader:
         self.in_memory: Mapping[Leaf, ValueLeaf] = {}
 
     def fill(self, stages: BufferedStages, entry: PlanEntry, bare: Sequence[LeafReads] = ()) -> bool:
-        """Fills bare leaves and pieces, all of which block; returns False if reading was stopped."""
+        """Fills from leaves that block; returns False if stopped."""
         for pieces in stages:
             reads, finish = self._lower(bare, pieces, entry)
             if not read_all_blocking(reads, self._stats, self._stop.is_set):
@@ -56,7 +53,7 @@ class Reader:
         pool: concurrent.futures.Executor,
         bare: Sequence[LeafReads] = (),
     ) -> None:
-        """Fills bare leaves and pieces of any kind; computes in a worker thread of `pool`."""
+        """Fills from any leaves; computes in a worker thread."""
         for pieces in stages:
             reads, finish = self._lower(bare, pieces, entry)
             await read_all(reads, self._stats)
@@ -67,10 +64,7 @@ class Reader:
     def _lower(
         self, bare: Sequence[LeafReads], pieces: Sequence[BufferedPiece], entry: PlanEntry
     ) -> tuple[list[LeafReads], list[_Action]]:
-        """Returns the requests by leaf, and the actions after them.
-
-        Each distinct box comes once; actions are in order.
-        """
+        """Returns the requests by leaf, and the actions after them."""
         reads: dict[Leaf, dict[Box, Request]] = {}
         copies: list[_Action] = []
         finish: list[_Action] = []
