@@ -7,17 +7,18 @@ raised by all, with the same type and text.
 
 The others wait for the opener to begin the same opening, and then for its end as long as the heartbeats go on. Where it
 does not begin, because it opens something else, has failed before or is late, a process opens for itself. Outside of
-collective calls (`plan_restore`, `verify`, `diff`) a process may be the only one that calls, and waits less.
+collective calls (`plan_restore`) a process may be the only one that calls, and waits less.
 """
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -30,13 +31,21 @@ from orbax_t5x.multihost.heartbeat import sending_heartbeats
 
 _Result = TypeVar("_Result")
 
-_call: ContextVar[tuple[ProcessGroup | None, bool]] = ContextVar("orbax_t5x_call", default=(None, False))
+
+class _Call(NamedTuple):
+    group: ProcessGroup
+    is_collective: bool
+    # Openings of each name: a comparison may open a path twice.
+    openings: collections.Counter[str]
+
+
+_call: ContextVar[_Call | None] = ContextVar("orbax_t5x_call", default=None)
 
 
 @contextmanager
 def call_of_group(group: ProcessGroup, *, is_collective: bool = True) -> Generator[None, None, None]:
     """Marks a call of a group; openings inside it are waited for if every member makes it."""
-    token = _call.set((group, is_collective))
+    token = _call.set(_Call(group, is_collective, collections.Counter()))
     try:
         yield
     finally:
@@ -63,16 +72,19 @@ def opened_once(call: Sequence[Any], path: str, function: Callable[[], _Result])
     """
     if current_recorder() is not None or not jax.distributed.is_initialized() or service_process_count() < 2:
         return function()
-    group, is_collective = _call.get()
-    if group is None:
+    current = _call.get()
+    if current is None:
         if not has_backend():
             return function()  # which numbers the members
-        group = ProcessGroup.of()
+        current = _Call(ProcessGroup.of(), False, collections.Counter())
+    group, is_collective, counts = current
     if group.size == 1:
         return function()
     from orbax_t5x.multihost import openings  # noqa: PLC0415  (several processes)
 
-    name = hashlib.sha256(json.dumps([group.key, is_collective, *call]).encode()).hexdigest()[:32]
+    text = json.dumps([group.key, is_collective, *call])
+    name = hashlib.sha256(f"{text}{counts[text] if is_collective else 0}".encode()).hexdigest()[:32]
+    counts[text] += 1
     with sending_heartbeats():
         try:
             store = key_value_store()

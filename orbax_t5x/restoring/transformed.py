@@ -23,6 +23,7 @@ class TransformedLeaves:
     """Leaves of a source after transforms, by name."""
 
     path: str
+    shared_paths: tuple[str, ...]
     views: Mapping[str, View]
     rules: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -54,7 +55,8 @@ def open_transformed(
         raise diagnostics.error(path=path)
     warnings = [decision.warning, *diagnostics.warnings] if decision.warning else diagnostics.warnings
     rules = [] if resuming else [describe_transform(transform) for transform in applied[decision.skipped :]]
-    return TransformedLeaves(path, views, tuple(rules), tuple(warnings))
+    shared_paths = tuple(checkpoint.shared_path for checkpoint in sources.checkpoints.values())
+    return TransformedLeaves(path, shared_paths, views, tuple(rules), tuple(warnings))
 
 
 def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View]:

@@ -109,6 +109,7 @@ path = f"{root}/run/1/default"
 np.testing.assert_array_equal(ot.restore(path, None, **named)["w"], W)
 np.testing.assert_array_equal(ot.plan_restore(path, None, **named).execute()["w"], W)
 assert ot.convert(path, f"{root}/converted", **named).leaves == 1
+assert ot.verify(path, **named).status == "ok" and ot.diff(path, path, **named).equal
 tell("ended")
 end()
 """
@@ -141,6 +142,7 @@ for broadcast in (True, False, "auto"):
 plan = ot.plan_restore(path, target, multiprocessing_options=processes)
 check(plan.execute(), 1000 * group)
 plan.explain("w")
+assert ot.diff(path, path, multiprocessing_options=processes).equal
 ot.convert(path, f"{root}/converted{group}", format="safetensors", multiprocessing_options=processes)
 np.testing.assert_array_equal(
     ot.restore(f"{root}/converted{group}", None, multiprocessing_options=processes)["w"], W + 1000 * group

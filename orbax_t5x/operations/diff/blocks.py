@@ -48,6 +48,16 @@ class LeafPair(NamedTuple):
         return ("a", self.a), ("b", self.b)
 
     @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves of both sides."""
+        return (*self.a.leaves(), *self.b.leaves())
+
+    @property
+    def reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+        """The leaves, without boxes."""
+        return tuple((leaf, ()) for leaf in self.leaves)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the compared part, without common repeats."""
         repeated = set(_repeated(self.a)).intersection(_repeated(self.b))

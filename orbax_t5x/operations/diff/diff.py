@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
+import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
-from orbax_t5x.lazy import ReadStats, View
+from orbax_t5x.lazy import ReadStats, View, full_box
 from orbax_t5x.operations.diff.blocks import LeafPair, PairOutcome, compare_pairs
 from orbax_t5x.operations.diff.report import DiffReport, DiffStatus, LeafDiff
-from orbax_t5x.operations.diff.values import Tolerance, are_comparable
+from orbax_t5x.operations.diff.values import LargestDifference, Tolerance, are_comparable
+from orbax_t5x.operations.division import divided
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms
-from orbax_t5x.restoring.options import RestoreOptions
+from orbax_t5x.restoring.execute.groups import clusters_of
+from orbax_t5x.restoring.options import AnyProcesses, RestoreOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.restoring.transformed import open_transformed
 from orbax_t5x.text.progress_bar import Progress, shown_progress
@@ -48,8 +53,11 @@ def diff(
     is_resuming: bool | None = RestoreOptions.is_resuming,
     item: str | None = RestoreOptions.item,
     limits: Limits | None = RestoreOptions.limits,
+    multiprocessing_options: AnyProcesses | None = RestoreOptions.multiprocessing_options,
 ) -> DiffReport:
     """Compares two checkpoints, of any formats and in any stores.
+
+    In a job every process calls this, and reads its share of the leaves.
 
     Only arrays are compared: None and empty containers have no values, and some formats no place for them. Values of
     different dtypes are compared in a type that has both, NaN equals NaN, and -0 equals 0.
@@ -64,14 +72,15 @@ def diff(
       atol, rtol: elements are equal where `|a - b| <= atol + rtol * |b|`, as in `numpy.isclose`.
       memory_limit_bytes: host memory for blocks in flight, 256 MiB by default; a larger chunk is read by itself.
         Chunks that are decoded beside them have as much memory of their own.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
-        terminal.
+      progress: called as `progress(done_bytes, total_bytes, leaf)` of this process's share, from one thread at a time;
+        "bar" shows a bar on a terminal.
       is_resuming: whether the transforms were applied before `a` was written; None decides by its record.
       item: which item of an Orbax step, of both; where they differ, pass `orbax_t5x.Source(path, item=…)`.
       limits: what a file's headers may claim.
+      multiprocessing_options: the processes that call it together, as in `orbax_t5x.restore`.
 
     Returns:
-      What was found for each leaf; differences and damage are no exceptions.
+      What was found for each leaf, the same on every process; differences and damage are no exceptions.
 
     Raises:
       RestorePlanError: the transforms cannot be applied to `a`.
@@ -92,7 +101,8 @@ def diff(
     reading = RestoreOptions(memory_limit_bytes=memory_limit_bytes, progress=progress)
     options = RestoreOptions(item=item, is_resuming=is_resuming, strict=False, limits=limits)
     stats = ReadStats("touched", reading.limit)
-    with contextlib.ExitStack() as stack:
+    paths = ", ".join(os.fspath(side) for side in (a, b) if isinstance(side, str | os.PathLike))
+    with divided(multiprocessing_options, paths, "diff") as division, contextlib.ExitStack() as stack:
         right = open_transformed(b, {}, (), RestoreOptions(item=item, strict=False, limits=limits), stack)
         left = open_transformed(a, right.views, transforms, options, stack)
         names = [name for name in sorted({*left.views, *right.views}) if not patterns or _matches(patterns, name)]
@@ -104,8 +114,18 @@ def diff(
                 if leaf.status in ("equal", "dtype") and not leaf.reason
             ]
             on_progress = stack.enter_context(shown_progress(reading.progress, "comparing"))
-            outcomes = compare_pairs(pairs, tolerance, reading.limit, on_progress, stats)
-            found.update((pair.name, _with_values(found[pair.name], outcomes[pair.name])) for pair in pairs)
+
+            def compare(share: Sequence[Sequence[LeafPair]]) -> list[Any]:
+                pairs = [pair for cluster in share for pair in cluster]
+                outcomes = compare_pairs(pairs, tolerance, reading.limit, on_progress, stats)
+                return [[_result(outcomes[pair.name]) for pair in cluster] for cluster in share]
+
+            # One process compares a checksum: it needs all pairs of a leaf.
+            clusters = clusters_of(pairs, lambda leaf, boxes: 1)
+            results = division.results(clusters, [*left.shared_paths, *right.shared_paths, *found], _nbytes, compare)
+            for pair, result in zip(itertools.chain(*clusters), itertools.chain(*results), strict=True):
+                found[pair.name] = _with_values(found[pair.name], result)
+        nbytes, seconds = division.total(stats.bytes_read, time.monotonic() - started)
         return DiffReport(
             left.path,
             right.path,
@@ -115,8 +135,8 @@ def diff(
             tolerance.atol,
             tolerance.rtol,
             (*left.warnings, *right.warnings),
-            stats.bytes_read,
-            time.monotonic() - started,
+            nbytes,
+            seconds,
             strict,
         )
 
@@ -171,18 +191,27 @@ def _failed(side: str, error: CheckpointError) -> tuple[DiffStatus, str]:
     return "unreadable", f"{side}: {type(error).__name__}: {error.message}"
 
 
-def _with_values(leaf: LeafDiff, outcome: PairOutcome) -> LeafDiff:
-    """Adds the results of reading both sides to a comparison."""
+def _nbytes(pairs: Iterable[LeafPair]) -> int:
+    return sum(pair.bytes_of(full_box(pair.shape)) for pair in pairs)
+
+
+def _result(outcome: PairOutcome) -> list[Any]:
+    """Encodes the outcome of a pair as JSON data."""
     if outcome.failure is not None:
-        status, reason = _failed(*outcome.failure)
-        return dataclasses.replace(leaf, status=status, reason=reason)
+        return list(_failed(*outcome.failure))
     apart = outcome.apart
+    largest = (None if one is None else one.as_data() for one in (apart.absolute, apart.relative))
+    return [apart.differing, apart.one_nan, *largest]
+
+
+def _with_values(leaf: LeafDiff, result: Sequence[Any]) -> LeafDiff:
+    """Adds the results of reading both sides to a comparison."""
+    if len(result) == 2:
+        return dataclasses.replace(leaf, status=result[0], reason=result[1])
+    differing, one_nan, *largest = result
+    absolute, relative = (None if one is None else LargestDifference.of_data(one) for one in largest)
+    status = "values" if differing else leaf.status
+    size = math.prod(leaf.shape_a or ())
     return dataclasses.replace(
-        leaf,
-        status="values" if apart.differing else leaf.status,
-        size=math.prod(leaf.shape_a or ()),
-        differing=apart.differing,
-        one_nan=apart.one_nan,
-        absolute=apart.absolute,
-        relative=apart.relative,
+        leaf, status=status, size=size, differing=differing, one_nan=one_nan, absolute=absolute, relative=relative
     )

@@ -51,6 +51,17 @@ class LargestDifference:
     a: Any
     b: Any
 
+    def as_data(self) -> list[Any]:
+        """Encodes the difference as JSON data."""
+        sides = ([side.real, side.imag] if isinstance(side, complex) else side for side in (self.a, self.b))
+        return [self.value, list(self.index), *sides]
+
+    @classmethod
+    def of_data(cls, data: Sequence[Any]) -> LargestDifference:
+        """Returns the difference of `as_data`."""
+        value, index, *sides = data
+        return cls(value, tuple(index), *(complex(*side) if isinstance(side, list) else side for side in sides))
+
 
 @dataclasses.dataclass(frozen=True)
 class ValueDifference:

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from orbax_t5x.concurrency import call_of_user, guarded, run_on_read_thread
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.memory import empty_array
 from orbax_t5x.lazy import Leaf, ReadStats, Request, full_box
 from orbax_t5x.lazy.box import box_shape
+from orbax_t5x.operations.division import divided
 from orbax_t5x.operations.verify.report import HOLDS, NOTHING, LeafVerification, Status, VerifyReport
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.box_sums import row_boxes
 from orbax_t5x.readers.together import open_together
+from orbax_t5x.restoring.options import AnyProcesses
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
 # Bytes read at a time of a leaf without a checksum, unless a row of chunks is larger.
@@ -35,19 +38,22 @@ def verify(
     item: str | None = None,
     limits: Limits | None = None,
     progress: Progress | None = None,
+    multiprocessing_options: AnyProcesses | None = None,
 ) -> VerifyReport:
     """Reads a checkpoint and compares it with its own checksums.
 
-    It is of any format and in any store.
+    It is of any format and in any store. In a job every process calls this, and reads its share of the leaves.
 
     Args:
       path: as `orbax_t5x.open_checkpoint` takes it.
       item: which item of an Orbax step.
       limits: what a file's headers may claim.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`; "bar" shows a bar on a terminal.
+      progress: called as `progress(done_bytes, total_bytes, leaf)` of this process's share; "bar" shows a bar on a
+        terminal.
+      multiprocessing_options: the processes that call it together, as in `orbax_t5x.restore`.
 
     Returns:
-      What was found for each leaf; damage is no exception.
+      What was found for each leaf, the same on every process; damage is no exception.
 
     Raises:
       CheckpointError: the checkpoint cannot be opened.
@@ -61,22 +67,31 @@ def verify(
     check_progress(progress)
     stats = ReadStats("full")
     with (
+        divided(multiprocessing_options, os.fspath(path), "verify") as division,
         open_together(path, item=item, limits=limits) as checkpoint,
         shown_progress(progress, "verifying") as on_progress,
     ):
         leaves = [leaf for view in checkpoint.leaves.values() for leaf in view.leaves()]
-        found = _verify_all(leaves, stats, on_progress)
-        seconds = time.monotonic() - started
-        return VerifyReport(checkpoint.path, checkpoint.format, tuple(found), stats.bytes_read, seconds)
+        found = division.results(
+            leaves,
+            [checkpoint.shared_path, *(leaf.name for leaf in leaves)],
+            _bytes_of,
+            lambda share: _verify_all(share, stats, on_progress),
+        )
+        verified = [
+            LeafVerification(leaf.name, tuple(leaf.shape), leaf.dtype.name, *result)
+            for leaf, result in zip(leaves, found, strict=True)
+        ]
+        nbytes, seconds = division.total(stats.bytes_read, time.monotonic() - started)
+        return VerifyReport(checkpoint.path, checkpoint.format, tuple(verified), nbytes, seconds)
 
 
-def _verify_all(leaves: list[Leaf], stats: ReadStats, on_progress: OnProgress | None) -> list[LeafVerification]:
+def _verify_all(leaves: Sequence[Leaf], stats: ReadStats, on_progress: OnProgress | None) -> list[tuple[Status, str]]:
     total = sum(_bytes_of(leaf) for leaf in leaves)
     done = 0
-    found: list[LeafVerification] = []
+    found: list[tuple[Status, str]] = []
     for leaf in leaves:
-        status, reason = _verify(leaf, stats)
-        found.append(LeafVerification(leaf.name, tuple(leaf.shape), leaf.dtype.name, status, reason))
+        found.append(_verify(leaf, stats))
         done += _bytes_of(leaf)
         if on_progress is not None:
             call_of_user(on_progress, done, total, leaf.name)

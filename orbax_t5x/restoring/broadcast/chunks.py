@@ -64,8 +64,12 @@ class DividedChunk(NamedTuple):
     is_exchanged: bool
 
 
-def divide(cluster: Sequence[EntryNeeds], gathered_bytes: int, exchanged_bytes: int) -> list[DividedChunk] | None:
+def divide(
+    cluster: Sequence[EntryNeeds], gathered_bytes: int, exchanged_bytes: int, *, joins: bool = False
+) -> list[DividedChunk] | None:
     """Divides a cluster into chunks of about so many bytes.
+
+    `joins` puts pieces without common bytes into one chunk.
 
     None: no process can read some chunk.
 
@@ -79,7 +83,7 @@ def divide(cluster: Sequence[EntryNeeds], gathered_bytes: int, exchanged_bytes: 
         Piece(one.entry, box_index, box) for one in cluster for box_index, box in enumerate(one.boxes) if box_size(box)
     ]
     chunk_bytes = exchanged_bytes if _is_exchanged(pieces, needers) else gathered_bytes
-    for some in _cut(pieces, chunk_bytes):
+    for some in (_joined if joins else _cut)(pieces, chunk_bytes):
         sets = [set(needers[id(piece.entry)][piece.box_index]) for piece in some]
         members = tuple(sorted(set().union(*sets)))
         candidates = tuple(sorted(set(members).intersection(*sets))) if has_values else members
@@ -101,6 +105,20 @@ def _is_exchanged(pieces: Sequence[Piece], needers: Mapping[int, Sequence[Sequen
         needed += size * len(some)
         stored += size
     return 2 * needed <= len(members) * stored
+
+
+def _joined(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
+    """Joins pieces without common bytes up to `chunk_bytes`."""
+    joined: list[Piece] = []
+    size = 0
+    for _, of_entry in itertools.groupby(pieces, key=lambda piece: piece.entry):
+        for piece in sorted(of_entry, key=lambda piece: piece.box):
+            if joined and size + host_bytes(piece) > chunk_bytes:
+                yield joined
+                joined, size = [], 0
+            joined.append(piece)
+            size += host_bytes(piece)
+    yield joined
 
 
 def _cut(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
@@ -200,7 +218,7 @@ def host_bytes(piece: Piece) -> int:
 
 # A request costs as much as so many bytes: what a connection receives during one round trip. A disk of each host is
 # not here: nothing is sent then.
-_REQUEST_BYTES = {StoreKind.SHARED: 64 << 10, StoreKind.BUCKET: 256 << 10}
+REQUEST_BYTES = {StoreKind.SHARED: 64 << 10, StoreKind.BUCKET: 256 << 10}
 # A byte sent between two hosts, in bytes that the store serves: hosts have one store together, and each its network.
 _SENT_BYTE = {StoreKind.SHARED: 1 / 2, StoreKind.BUCKET: 1 / 8}
 
@@ -237,9 +255,18 @@ class ReadDecision(NamedTuple):
         """True if a single process reads and sends."""
         if self.once is None or self.store is StoreKind.LOCAL:
             return False
-        request = _REQUEST_BYTES[self.store]
+        request = REQUEST_BYTES[self.store]
         own, once = (counts.nbytes + counts.requests * request for counts in (self.own, self.once))
         return once + self.bytes_sent * _SENT_BYTE[self.store] < own
+
+
+def may_join(cluster: Sequence[EntryNeeds], store: StoreKind) -> bool:
+    """Tests if fewer reads of byte ranges may repay sending."""
+    if store is StoreKind.LOCAL or all(leaf.chunks is not None for one in cluster for leaf in one.leaves):
+        return False
+    reads = sum(len(needers) for one in cluster for needers in one.needers)
+    nbytes = sum(box_size(box) * one.view.dtype.itemsize for one in cluster for box in one.boxes)
+    return nbytes * _SENT_BYTE[store] < 2 * reads * REQUEST_BYTES[store]
 
 
 class SharedReads(NamedTuple):

@@ -28,6 +28,7 @@ from orbax_t5x.lazy.box import box_size
 from orbax_t5x.multihost.coordination import has_backend
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.broadcast.chunks import (
+    REQUEST_BYTES,
     BroadcastChunk,
     DividedChunk,
     ReadDecision,
@@ -35,10 +36,11 @@ from orbax_t5x.restoring.broadcast.chunks import (
     decide_reads,
     divide,
     host_bytes,
+    may_join,
     piece_bytes,
     with_neighbours,
 )
-from orbax_t5x.restoring.broadcast.needs import EntryNeeds, Stores, is_text, needs_of_shardings
+from orbax_t5x.restoring.broadcast.needs import EntryNeeds, StoreKind, Stores, is_text, needs_of_shardings
 from orbax_t5x.restoring.execute.groups import clusters_of
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
@@ -295,9 +297,15 @@ def schedule_broadcast(
         min(_CHUNK_BYTES, buffer_limit(limit, processes, is_exchanged)) for is_exchanged in (False, True)
     )
     for cluster in clusters_of(needs, with_neighbours):
-        divided = None if _is_unshared(cluster) else divide(cluster, gathered_bytes, exchanged_bytes)
-        if stores is not None:
-            decision = decide_cluster(cluster, divided, stores)
+        store = StoreKind.BUCKET if stores is None else stores.of(leaf for one in cluster for leaf in one.leaves)
+        is_unshared = _is_unshared(cluster)
+        divided = None
+        if not is_unshared or (processes > 1 and may_join(cluster, store)):
+            divided = divide(cluster, gathered_bytes, exchanged_bytes, joins=is_unshared)
+        if stores is not None or is_unshared:
+            decision = decide_cluster(cluster, divided, store)
+            if is_unshared and not decision.is_broadcast:
+                decision = decision._replace(once=None)
             decisions.update((one.entry.name, decision) for one in cluster)
             divided = divided if decision.is_broadcast else None
         if divided is None:
@@ -306,7 +314,7 @@ def schedule_broadcast(
         sent += cluster
         for one in divided:
             owner = min(one.candidates, key=lambda process: (load[process], process))
-            load[owner] += sum(map(piece_bytes, one.pieces))
+            load[owner] += sum(map(piece_bytes, one.pieces)) + len(one.reads) * REQUEST_BYTES[StoreKind.BUCKET]
             size = sum(host_bytes(whole) for whole, _ in one.reads)
             chunks.append(BroadcastChunk(owner, one.members, one.pieces, one.reads, one.is_exchanged, size))
     by_entry = {one.entry: one for one in sent}
@@ -315,13 +323,13 @@ def schedule_broadcast(
 
 
 def decide_cluster(
-    cluster: Sequence[EntryNeeds], divided: Sequence[DividedChunk] | None, stores: Stores
+    cluster: Sequence[EntryNeeds], divided: Sequence[DividedChunk] | None, store: StoreKind
 ) -> ReadDecision:
     """Decides about entries that share stored bytes."""
     chunks = None
     if divided is not None:
         chunks = [SharedReads(one.pieces, [whole for whole, _ in one.reads], one.members) for one in divided]
-    return decide_reads(cluster, chunks, stores.of(leaf for one in cluster for leaf in one.leaves))
+    return decide_reads(cluster, chunks, store)
 
 
 def _is_unshared(cluster: Sequence[EntryNeeds]) -> bool:

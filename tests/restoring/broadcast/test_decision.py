@@ -5,6 +5,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
+from benchmarks.scale_model import FORMATS, Job, Stored, predict
 from orbax_t5x.lazy import as_view
 from orbax_t5x.readers.ranges.byte_range import WINDOW_BYTES
 from orbax_t5x.restoring.broadcast.chunks import ReadCounts, leaf_reads
@@ -64,6 +65,22 @@ def test_chunks_that_every_process_needs_are_read_once(store):
     assert decision.own == (4 * ROWS // 64, 4 * NBYTES)
     assert decision.once == (ROWS // 64, NBYTES)
     assert decision.is_broadcast == (store is not StoreKind.LOCAL)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "replicated"])
+@pytest.mark.parametrize("broadcast", ["auto", True])
+@pytest.mark.parametrize("format", sorted(FORMATS))
+def test_processes_send_the_requests_of_one(format, broadcast, layout):
+    """Small leaves, whose rows each of many processes would read, and leaves of many windows."""
+    shapes = {f"small{number}": (512, 32 + number) for number in range(20)} | {"large": (4096, 1024), "step": ()}
+    stored = Stored.of(FORMATS[format], shapes)
+    (one,) = predict(stored, Job(1, 1, layout, False))
+    for processes in (2, 8, 64):
+        counts = predict(stored, Job(processes, 2, layout, broadcast))
+        assert sum(count.data for count in counts) <= 1.2 * one.data
+        assert sum(count.nbytes for count in counts) == one.nbytes
+        # Nobody reads much more than its share of requests.
+        assert max(count.data for count in counts) <= 1.5 * one.data / processes + 16
 
 
 def test_counts_of_a_leaf():

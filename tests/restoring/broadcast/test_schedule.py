@@ -147,7 +147,7 @@ def test_a_replicated_array_is_read_by_all_in_equal_shares(chunks):
 
 
 def test_what_a_process_alone_needs_is_read_by_it():
-    view = as_view(AwaitedLeaf("a", np.zeros((8, 4), np.float32)))
+    view = as_view(AwaitedLeaf("a", np.zeros((8, 4), np.float32), (4, 4)))
     needs = needs_of("a", view, {((0, 4), (0, 4)): {0}, ((4, 8), (0, 4)): {1}})
     schedule = schedule_broadcast([needs], 2, 1 << 20)
     assert schedule.unshared == (needs.entry,) and not schedule.rounds
