@@ -1,1 +1,1 @@
-"""Coordinates the processes of one job: heartbeats, rendezvous, collectives, and agreement on one call."""
+"""Heartbeats, barriers and collectives of the processes of a job."""

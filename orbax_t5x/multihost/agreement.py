@@ -1,4 +1,4 @@
-"""Agreement of the processes of one collective call before it begins: on the source's record, the plan, or a state.
+"""Agreement of the processes of a call before it begins.
 
 All processes take what the primary process has read, so that a step that is deleted meanwhile, or a file system that
 shows it late, is the same for all. Each exchange is a barrier: where one process fails, each raises, and none goes on
@@ -14,15 +14,15 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
-from orbax_t5x.multihost.catalogue import call_of_group
 from orbax_t5x.multihost.collectives import error_as_bytes, exchange, received_error
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
+from orbax_t5x.multihost.openings import call_of_group
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.provenance.records import Records
 
 
 class Agreement:
-    """Agreement of all processes on one restore or conversion; with one process nothing is exchanged.
+    """Agreement of all processes on a restore or conversion.
 
     Use it as a context around planning: an error that leaves it is sent to the others.
 
@@ -33,7 +33,7 @@ class Agreement:
     """
 
     def __init__(self, processes: Any, path: str, what: str = "restore", *, sends_errors: bool = False):
-        """Begins a call, which every process of a group must make; `what` is being done to `path`, for errors.
+        """Begins a call of every process of a group.
 
         `processes` are Orbax's options of the group, or None for the whole job; its primary's record counts.
         With `sends_errors`, what one raises all raise, if it is an error of a checkpoint.
@@ -48,7 +48,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def planning(self) -> Generator[None, None, None]:
-        """Sends a failure of this process to the others, who wait at their next exchange."""
+        """Sends a failure of this process to their next exchange."""
         try:
             with sending_heartbeats(), call_of_group(self.group):
                 yield
@@ -71,11 +71,11 @@ class Agreement:
         return self.of_all(mine if self.group.is_primary else None)[self.group.primary_rank]
 
     def of_all(self, mine: Any) -> list[Any]:
-        """Returns the value of each member by its rank, anything that JSON holds."""
+        """Returns the JSON value of each member by rank."""
         return [json.loads(text) for text in self._exchange(json.dumps(mine).encode())]
 
     def plan(self, sources: Sequence[str], provenance: Sequence[Mapping[str, Any]]) -> None:
-        """Compares what the processes are about to restore; a RestorePlanError on all where they differ."""
+        """Compares sources and transforms; raises RestorePlanError on all if they differ."""
         if not self._several:
             return
         text = json.dumps([list(sources), [dict(entry) for entry in provenance]], sort_keys=True)
@@ -87,7 +87,7 @@ class Agreement:
             raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=", ".join(sources))
 
     def _exchange(self, mine: bytes, *, failed: bool = False) -> list[bytes]:
-        """Returns what each member sends, by its rank; raises what another has failed with."""
+        """Returns the bytes of each member by rank; raises any failure."""
         if not self._several:
             return [mine]
         try:

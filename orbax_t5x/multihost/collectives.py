@@ -1,4 +1,4 @@
-"""Collectives of the processes of one call: gathering arrays and bytes, and raising the same error on all of them.
+"""Collectives of the processes of a call: arrays, bytes, errors.
 
 Every process must call each of them, also one that has failed: the others would wait for it.
 """
@@ -29,18 +29,7 @@ _Result = TypeVar("_Result")
 def collective(
     function: Callable[[], _Result], group: ProcessGroup, path: str | None, thread: CallThread | None = None
 ) -> _Result:
-    """Calls what waits for other processes, once all have arrived.
-
-    Args:
-      function: what to call, in another thread.
-      group: the processes that call it, where one device of each takes part.
-      path: of what is being restored, for the error.
-      thread: that thread; None: one of its own.
-
-    Raises:
-      CheckpointIOError: another process does not answer: JAX's runtime notices that one has died, `heartbeat` that one
-        was stopped or is disconnected.
-    """
+    """Calls a function that waits for all processes."""
     rendezvous_before_collective(group, path)
     try:
         return call_with_living_peers(function, group, path, thread)
@@ -53,13 +42,10 @@ def collective(
 def exchange_buffers(
     buffer: np.ndarray, group: ProcessGroup, path: str | None, thread: CallThread | None = None
 ) -> np.ndarray:
-    """Exchanges the send buffers of all members, bytes [slot, byte] of one size, which all must call.
+    """Exchanges the send buffers [slot, byte] of all members.
 
     One `thread` waits in all rounds: each thread keeps memory of its own of what it has let go. The buffer must not
     change before this returns.
-
-    Returns:
-      What this process gets of each member as bytes [member, byte]: the only slot, or the slot that is this process's.
     """
     if group.size == 1:
         return buffer
@@ -67,7 +53,7 @@ def exchange_buffers(
 
 
 def _exchange_slots(buffer: np.ndarray, members: Sequence[int]) -> np.ndarray:
-    """Gathers the only slot of all members through their first devices, or sends each member its slot (all-to-all)."""
+    """Gathers single slots, or sends each member its slot (all-to-all)."""
     untyped: Any = jax
     mesh = Mesh(np.asarray([untyped.local_devices(process_index=member)[0] for member in members]), (_AXIS,))
     own = untyped.device_put(buffer[None], untyped.local_devices()[0])
@@ -84,13 +70,13 @@ def _same(buffers: jax.Array) -> jax.Array:
 
 
 def gather(mine: np.ndarray, group: ProcessGroup, path: str | None) -> np.ndarray:
-    """Gathers the arrays of all members, of one shape and dtype, one row each; errors as `collective`."""
+    """Gathers the arrays of all members as rows."""
     rows = exchange_buffers(np.ascontiguousarray(mine).reshape(-1).view(np.uint8)[None], group, path)
     return np.ascontiguousarray(rows).view(mine.dtype).reshape(group.size, *mine.shape)
 
 
 def exchange(mine: bytes, failed: bool, group: ProcessGroup, path: str | None) -> tuple[list[bytes], list[int]]:
-    """Gathers bytes of all members by rank, and the ranks of those that `failed`; errors as `collective`."""
+    """Gathers bytes of all members by rank, and the failed ranks."""
     table = gather(np.asarray([len(mine), failed], np.uint32), group, path)
     failures = np.flatnonzero(table[:, 1]).tolist()
     sizes = table[:, 0].tolist()
@@ -103,7 +89,7 @@ def exchange(mine: bytes, failed: bool, group: ProcessGroup, path: str | None) -
 
 
 def gather_bytes(mine: bytes, error: Exception | None, group: ProcessGroup, path: str | None) -> list[bytes]:
-    """Gathers bytes of all members by rank, or raises this process's error, or else that of another."""
+    """Gathers bytes of all members by rank, or raises an error."""
     sent, failures = exchange(mine if error is None else error_as_bytes(error), error is not None, group, path)
     if failures:
         failed = [group.members[rank] for rank in failures]
@@ -127,7 +113,7 @@ def error_as_bytes(error: BaseException) -> bytes:
 
 
 def received_error(failures: Sequence[int], payload: bytes, path: str | None, what: str = "reading") -> CheckpointError:
-    """Returns the error of another process (`error_as_bytes`) as the same type, or one that refers to it."""
+    """Returns another process's error, with its type if known."""
     known = json.loads(payload)
     if known is None:
         noun = "process" if len(failures) == 1 else "processes"
@@ -137,7 +123,7 @@ def received_error(failures: Sequence[int], payload: bytes, path: str | None, wh
 
 
 def gather_texts(mine: Sequence[bytes], group: ProcessGroup, path: str | None) -> list[list[bytes]]:
-    """Gathers the texts of each member, by its rank; errors as `collective`."""
+    """Gathers the texts of each member by rank."""
     lengths = np.asarray([len(mine), *map(len, mine)], _LENGTH)
     return [_texts(payload) for payload in gather_bytes(lengths.tobytes() + b"".join(mine), None, group, path)]
 

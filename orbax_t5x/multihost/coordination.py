@@ -1,4 +1,4 @@
-"""Access to the coordination service of `jax.distributed`: its key-value store, and the number of this process in it.
+"""Access to JAX's coordination service: process numbers, key-value store.
 
 The only module that uses names that JAX keeps private. No public function returns the number of a process before JAX's
 backend exists, tests whether it exists, or returns the key-value store.
@@ -7,8 +7,10 @@ backend exists, tests whether it exists, or returns the key-value store.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from jax._src import distributed, xla_bridge
@@ -16,10 +18,13 @@ from jax._src import distributed, xla_bridge
 # A message of gRPC has 4 MiB by default.
 _PIECE_BYTES = 1 << 20
 _PIECE_SECS = 10.0
+_GATHERED = "orbax_t5x/gathered/"
+_SENT = "orbax_t5x/gathered_sent/"  # no key below it holds bytes, so that it can be read as text
+_MOST_GATHERED_BYTES = 1 << 30
 
 
 def key_value_store() -> Any:
-    """Returns the client of the key-value store; a RuntimeError where `jax.distributed` is not initialized."""
+    """Returns the client of the store; RuntimeError if not initialized."""
     client: Any = distributed.global_state.client
     if client is None:
         raise RuntimeError("jax.distributed is not initialized")
@@ -27,7 +32,7 @@ def key_value_store() -> Any:
 
 
 def waited_for_key(store: Any, key: str, timeout_secs: float) -> bool:
-    """Waits until a key of the store is set; False if the time has passed, a RuntimeError if a process has died."""
+    """Waits for a key; False after the time."""
     try:
         store.blocking_key_value_get(key, math.ceil(1000 * timeout_secs))
     except RuntimeError as error:
@@ -39,22 +44,22 @@ def waited_for_key(store: Any, key: str, timeout_secs: float) -> bool:
 
 
 def service_process_id() -> int:
-    """Returns the number that this process gave to `jax.distributed.initialize`; on TPU JAX's own index may differ."""
+    """Returns the number given to `jax.distributed.initialize`; JAX's may differ."""
     return distributed.global_state.process_id
 
 
 def service_process_count() -> int:
-    """Returns the number of processes that take part in the coordination service."""
+    """Returns the number of processes in the coordination service."""
     return distributed.global_state.num_processes
 
 
 def has_backend() -> bool:
-    """Tests whether JAX has made its backend, for which it has waited for all processes."""
+    """Tests if JAX has made its backend."""
     return xla_bridge.backends_are_initialized()
 
 
 def waited_for_bytes(store: Any, key: str, timeout_secs: float) -> bytes | None:
-    """Returns the bytes of a key when they are set; None if the time has passed; errors as `waited_for_key`."""
+    """Returns the bytes of a key, or None after the time."""
     try:
         return store.blocking_key_value_get_bytes(key, math.ceil(1000 * timeout_secs))
     except RuntimeError as error:
@@ -64,10 +69,7 @@ def waited_for_bytes(store: Any, key: str, timeout_secs: float) -> bytes | None:
 
 
 def write_pieces(store: Any, key: str, data: bytes) -> dict[str, Any]:
-    """Writes bytes below a key, in pieces below the limit of a message.
-
-    Returns the head that `read_pieces` needs.
-    """
+    """Writes bytes in pieces; returns the head for `read_pieces`."""
     starts = range(0, len(data), _PIECE_BYTES)
     for number, start in enumerate(starts):
         piece = data[start : start + _PIECE_BYTES]
@@ -76,11 +78,7 @@ def write_pieces(store: Any, key: str, data: bytes) -> dict[str, Any]:
 
 
 def read_pieces(store: Any, key: str, head: Mapping[str, Any]) -> bytes | None:
-    """Returns the bytes that were written, or None if they are removed.
-
-    Raises:
-      ValueError: they are damaged.
-    """
+    """Returns written bytes, or None if removed."""
     pieces: list[bytes] = []
     for number in range(head["pieces"]):
         piece = waited_for_bytes(store, f"{key}/{number}", _PIECE_SECS)
@@ -91,3 +89,42 @@ def read_pieces(store: Any, key: str, head: Mapping[str, Any]) -> bytes | None:
     if hashlib.sha256(data).hexdigest() != head["sha256"]:
         raise ValueError("other bytes than were written")
     return data
+
+
+def send(what: str, process: int, data: bytes) -> None:
+    """Sends a process's bytes for `gathered`, in place of earlier bytes."""
+    store, name = key_value_store(), _name(what)
+    head = write_pieces(store, f"{_GATHERED}{name}/{process}", zlib.compress(data, 1))
+    store.key_value_set(f"{_SENT}{name}/{process}", json.dumps(head), allow_overwrite=True)
+
+
+def gathered(what: str, processes: Collection[int] | None) -> list[bytes]:
+    """Removes and returns the bytes that processes sent."""
+    store, name = key_value_store(), _name(what)
+    return list(_gathered(store, name, processes))
+
+
+def _gathered(store: Any, name: str, processes: Collection[int] | None) -> Iterator[bytes]:
+    heads = {int(key.rpartition("/")[2]): text for key, text in store.key_value_dir_get(f"{_SENT}{name}/")}
+    for process in sorted(heads) if processes is None else sorted(heads.keys() & set(processes)):
+        packed = read_pieces(store, f"{_GATHERED}{name}/{process}", json.loads(heads[process]))
+        if packed is not None:
+            yield _unpacked(packed)
+    for below in (name,) if processes is None else (f"{name}/{process}" for process in processes):
+        store.key_value_delete(f"{_SENT}{below}")  # and all keys below
+        store.key_value_delete(f"{_GATHERED}{below}")
+
+
+def _unpacked(packed: bytes) -> bytes:
+    unpacking = zlib.decompressobj()
+    try:
+        data = unpacking.decompress(packed, _MOST_GATHERED_BYTES)
+    except zlib.error as error:
+        raise ValueError("other bytes than were sent") from error
+    if not unpacking.eof:
+        raise ValueError(f"no end after {len(data)} bytes")
+    return data
+
+
+def _name(what: str) -> str:
+    return hashlib.sha256(what.encode("utf-8", "surrogateescape")).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Groups of processes: who makes a collective call, who reads for all, and the keys under which they meet.
+"""Groups of processes: members, reader, and the keys for meeting.
 
 A group is made from `ocp.options.MultiprocessingOptions`, of Orbax or of Orbax v1, once JAX's backend has numbered the
 processes. Processes outside of it take no part: several groups meet at once, each under its own key.
@@ -18,7 +18,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGroup:
-    """ProcessGroup of the processes of one call; `process` is this one.
+    """ProcessGroup of a call; `process` is this process.
 
     Attributes:
       members: JAX's numbers of the processes, ascending; the rank of a process is its index here.
@@ -34,11 +34,7 @@ class ProcessGroup:
 
     @classmethod
     def of(cls, processes: Any = None) -> ProcessGroup:
-        """Makes the group of Orbax's options; None: all processes of the job. JAX's backend has to exist.
-
-        Raises:
-          ValueError: this process or the primary one is no member, or a member is no process of the job.
-        """
+        """Makes the group of Orbax's options; the backend must exist."""
         count, process = jax.process_count(), jax.process_index()
         active = None if processes is None else processes.active_processes
         members = tuple(range(count)) if active is None else tuple(sorted(active))
@@ -69,16 +65,16 @@ class ProcessGroup:
 
     @property
     def is_primary(self) -> bool:
-        """True if this process is the primary one."""
+        """True if this process is the primary process."""
         return self.process == self.primary
 
     @functools.cached_property
     def key(self) -> str:
-        """The name under which the members meet, safe in a key."""
+        """The name for keys that all members share."""
         text = json.dumps([self.members, self.primary, self.prefix])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def part(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Returns the group of some members, this process among them, by their ranks."""
+        """Returns the group of some members by rank."""
         members = tuple(self.members[rank] for rank in ranks)
         return dataclasses.replace(self, members=members, primary=members[0])

@@ -1,4 +1,4 @@
-"""Heartbeats between the processes of a collective call, so that none waits forever for one that has stopped.
+"""Heartbeats between processes that wait for each other in a call.
 
 While a process is in a collective call of this package, a thread of its own writes a new number into the key-value
 store of JAX's coordination service every few seconds, and reads those of all processes in one request. A process whose
@@ -44,7 +44,7 @@ _Result = TypeVar("_Result")
 
 
 class Heartbeat:
-    """Heartbeat of this process, and the last heartbeats of the others; `count` were sent."""
+    """Heartbeat of this process, and the last of its peers."""
 
     def __init__(self, store: Any, process: int):
         """Starts the thread that sends and reads heartbeats."""
@@ -92,7 +92,7 @@ class Heartbeat:
             del self._last[process]
 
     def lost_peer(self, members: Collection[int] | None = None) -> str | None:
-        """Returns a text that names a member, or the service, that is lost, and why; None: all are alive."""
+        """Returns text about a lost member or service, or None."""
         now = time.monotonic()
         for process, (text, since) in sorted(self._last.copy().items()):
             # Where this process itself was held up, nothing was read of late: the others may be well. And what a
@@ -109,7 +109,7 @@ class Heartbeat:
         return None
 
     def stop(self, *, is_forgotten: bool = False) -> None:
-        """Records that this process is in no call any more, or forgets that it was alive."""
+        """Ends the heartbeat; forgets earlier signs of life if asked."""
         self._is_forgotten = is_forgotten
         self._stopped.set()
         # Not longer: the thread may wait for a service that does not answer.
@@ -117,7 +117,7 @@ class Heartbeat:
 
 
 def read_heartbeats(store: Any) -> dict[int, str]:
-    """Reads the last heartbeat of every process that has ever sent one."""
+    """Reads the last heartbeat of every process."""
     return {int(key.rpartition("/")[2]): text for key, text in store.key_value_dir_get(_KEYS)}
 
 
@@ -154,12 +154,12 @@ _shared = _SharedHeartbeat()
 
 
 def _own_number() -> int:
-    """Returns JAX's number of this process, and before the backend exists that of the coordination service."""
+    """Returns JAX's number of this process, or else the service's."""
     return jax.process_index() if has_backend() else service_process_id()
 
 
 def announce_exit() -> None:
-    """Has this process announce the end of Python: where only it fails in planning, the others may already wait."""
+    """Announces the end of Python at exit to waiting peers."""
     if jax.distributed.is_initialized():
         _announce_exit(jax.process_index())
 
@@ -174,7 +174,7 @@ def _announce_exit(process: int) -> None:
 
 @contextlib.contextmanager
 def sending_heartbeats() -> Generator[Heartbeat | None, None, None]:
-    """Sends heartbeats while the context lasts; nested calls share them. With one process yields None."""
+    """Sends heartbeats while the context lasts; nested calls share them."""
     heartbeat = _shared.enter(is_call=True)
     try:
         yield heartbeat
@@ -184,7 +184,7 @@ def sending_heartbeats() -> Generator[Heartbeat | None, None, None]:
 
 @contextlib.contextmanager
 def sending_heartbeats_while_loading() -> Generator[None, None, None]:
-    """Sends heartbeats while modules of this package load, before a first call."""
+    """Sends heartbeats while modules load before a first call."""
     _shared.enter(is_call=False)
     try:
         yield
@@ -195,17 +195,7 @@ def sending_heartbeats_while_loading() -> Generator[None, None, None]:
 def call_with_living_peers(
     function: Callable[[], _Result], group: ProcessGroup, path: str | None, thread: CallThread | None = None
 ) -> _Result:
-    """Calls a function that waits for all members of a group, for as long as they live.
-
-    Args:
-      function: called in another thread, which goes on where this call gives up.
-      group: the processes that call it.
-      path: of what is being restored, for the error.
-      thread: that thread; None: one of its own.
-
-    Raises:
-      CheckpointIOError: a process that was in the call sends no heartbeat any more.
-    """
+    """Calls a function that waits for members while they live."""
     with sending_heartbeats() as heartbeat:
         if heartbeat is None:
             return function()
@@ -216,7 +206,7 @@ def call_with_living_peers(
 def wait_with_living_peers(
     future: concurrent.futures.Future[_Result], members: Collection[int] | None, path: str | None
 ) -> _Result:
-    """Returns the result of a call that waits for members, or for all processes; errors as above."""
+    """Returns the result of a future while all members live."""
     with sending_heartbeats() as heartbeat:
         while not concurrent.futures.wait([future], POLL_SECS).done:
             if heartbeat is not None and (lost := heartbeat.lost_peer(members)) is not None:

@@ -1,4 +1,4 @@
-"""Barriers at which the processes of a job wait for each other before JAX does.
+"""Barriers of the processes of a job before JAX waits.
 
 JAX waits for all processes when the first use of a device makes its backend, and when some devices first compute
 together; an interrupt does not end these waits, and with Gloo the second one lasts 30 s at most. So the processes wait
@@ -25,7 +25,6 @@ import jax
 
 from orbax_t5x.concurrency import call_in_thread
 from orbax_t5x.errors import CheckpointIOError, Fix
-from orbax_t5x.multihost.catalogue import call_of_group
 from orbax_t5x.multihost.coordination import (
     has_backend,
     key_value_store,
@@ -35,6 +34,7 @@ from orbax_t5x.multihost.coordination import (
 )
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import read_heartbeats, sending_heartbeats, wait_with_living_peers
+from orbax_t5x.multihost.openings import call_of_group
 from orbax_t5x.text.wording import listed
 
 _KEYS = "orbax_t5x/rendezvous/"
@@ -48,20 +48,9 @@ _passed: set[str] = set()
 
 
 def rendezvous_before_backend(processes: Any = None) -> ProcessGroup:
-    """Waits for all processes, and makes JAX's backend; every process must call it.
+    """Waits for all processes, and makes JAX's backend.
 
     A process of a group that is not the whole job leaves the wait to JAX: others may never call it.
-
-    Args:
-      processes: Orbax's `MultiprocessingOptions` of the call, or None.
-
-    Returns:
-      The group of the call.
-
-    Raises:
-      CheckpointIOError: a process has died, or has not arrived in time.
-      RuntimeError: JAX cannot make its backend.
-      ValueError: this process is no member of the group.
     """
     if jax.distributed.is_initialized() and "backend" not in _passed:
         with sending_heartbeats():
@@ -88,23 +77,14 @@ def _make_backend(*, is_alone: bool) -> None:
 
 @contextmanager
 def collective_operation(processes: Any = None) -> Generator[ProcessGroup, None, None]:
-    """Holds for a call that every member of a group makes: they meet, send heartbeats, and open together."""
+    """Holds for a call that every member makes together."""
     group = rendezvous_before_backend(processes)
     with sending_heartbeats(), call_of_group(group):
         yield group
 
 
 def rendezvous_before_collective(group: ProcessGroup, path: str | None) -> None:
-    """Waits for the processes whose devices are about to compute together; each of them must call it.
-
-    Args:
-      group: the processes.
-      path: of what is being restored, for the error.
-
-    Raises:
-      CheckpointIOError: a process that was in the call sends no heartbeat any more, or has not sent a first one in
-        time, or has died.
-    """
+    """Waits for the processes of devices about to compute together."""
     if not jax.distributed.is_initialized():
         return
     if group.key not in _passed:
@@ -113,7 +93,7 @@ def rendezvous_before_collective(group: ProcessGroup, path: str | None) -> None:
 
 
 class _Barrier:
-    """Barrier in the key-value store. To arrive a second time, after an interrupt, changes nothing."""
+    """Barrier in the key-value store; to arrive twice changes nothing."""
 
     def __init__(self, name: str, process: int, expected: Iterable[int], path: str | None):
         self._name = name
@@ -125,7 +105,7 @@ class _Barrier:
         self._is_abandoned = threading.Event()
 
     def pass_by(self, function: Callable[[], None], members: Collection[int] | None) -> None:
-        """Has the function, which waits at the barrier, called in another thread, and waits while all live."""
+        """Calls a function that waits at the barrier while all live."""
         try:
             wait_with_living_peers(call_in_thread(function, "orbax_t5x-rendezvous"), members, self._path)
             _passed.add(self._name)
@@ -138,7 +118,7 @@ class _Barrier:
         key_value_store().key_value_set(f"{self._arrivals}{self._process}", "", allow_overwrite=True)
 
     def wait(self) -> None:
-        """Waits until all processes have arrived; a CheckpointIOError where one has died or is too late."""
+        """Waits until all processes have arrived."""
         try:
             self.arrive()
             self._wait_for_others(key_value_store())
@@ -187,7 +167,7 @@ class _Barrier:
 
 
 def _first_heartbeat_timeout_secs() -> float:
-    """Reads from the environment how long a process may send no first heartbeat."""
+    """Reads the time limit for a first heartbeat."""
     text = os.environ.get(_TIMEOUT_VARIABLE)
     try:
         seconds = _DEFAULT_TIMEOUT_SECS if text is None else float(text)

@@ -6,7 +6,7 @@ import os
 
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import url_scheme
-from orbax_t5x.multihost.catalogue import opened_once
+from orbax_t5x.multihost.openings import opened_once
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.formats import open_checkpoint
 

@@ -27,7 +27,7 @@ from orbax_t5x.transforms.patterns.table import Pattern
 
 # Only the processes of a job load what they do together.
 _collective_restore = on_demand.function("orbax_t5x.multihost.rendezvous", "collective_operation")
-_openings_of = on_demand.function("orbax_t5x.multihost.catalogue", "openings_of")
+_openings_of = on_demand.function("orbax_t5x.multihost.openings", "openings_of")
 _announce_exit = on_demand.function("orbax_t5x.multihost.heartbeat", "announce_exit")
 
 

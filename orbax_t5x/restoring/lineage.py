@@ -24,7 +24,7 @@ from orbax_t5x.restoring.run_steps import lacks_record
 from orbax_t5x.restoring.sources import OpenSources
 from orbax_t5x.trees.narrow import is_mapping
 
-_opened_once = on_demand.function("orbax_t5x.multihost.catalogue", "opened_once")  # several processes only
+_opened_once = on_demand.function("orbax_t5x.multihost.openings", "opened_once")  # several processes only
 
 _logger = logging.getLogger(__name__)
 

@@ -36,7 +36,6 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x.on_demand", "load"): "public names load on first use: importing the package costs nothing",
     ("orbax_t5x.cli.main", "_fix_text"): "only a fix needs the transforms, which load JAX",
     ("orbax_t5x.extras.web.hub", "_package"): "huggingface_hub is an optional package",
-    ("orbax_t5x.multihost.catalogue", "opened_once"): "a restore of one process receives nothing from others",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
     ("orbax_t5x.integrations.t5x", "register"): "T5X is an optional package",
     ("orbax_t5x.integrations.t5x_dataset", "_tracked"): "TensorFlow is an optional package",

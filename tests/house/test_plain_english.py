@@ -26,9 +26,8 @@ _CODE = re.compile(r"`[^`]*`")
 BOUNDS: dict[str, tuple[float, float]] = {
     "extras": (2.1, 10),
     "handlers": (0.6, 9),
-    "multihost": (5.9, 15),
     "provenance": (4.0, 11),
-    "restoring": (2.6, 10),
+    "restoring": (2.1, 9),
     "rules": (5.4, 15),
     "transforms": (5.5, 14),
 }
@@ -43,6 +42,7 @@ MENDED = frozenset(
         "lazy",
         "mesh_tf",
         "models",
+        "multihost",
         "operations",
         "optim",
         "partitioning",

@@ -17,7 +17,7 @@ from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.lazy.box import Box
-from orbax_t5x.multihost.gathering import gathered, send
+from orbax_t5x.multihost.coordination import gathered, send
 from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, MAX_TILING_STEPS, encode_checksums, parse_checksums
 from orbax_t5x.readers.tiling import check_tiling

@@ -212,7 +212,7 @@ def piece_bytes(piece: Piece) -> int:
 
 
 def host_bytes(piece: Piece) -> int:
-    """Returns the bytes of a piece and of its view's computation."""
+    """Returns the host bytes of a piece and its computation."""
     return piece_bytes(piece) + piece.view.scratch_bytes(piece.box)
 
 

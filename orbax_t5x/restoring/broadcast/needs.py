@@ -1,4 +1,4 @@
-"""Gathers what all processes of a restore need: the boxes of each entry, and the processes that need each of them.
+"""Gathers the boxes that all processes of a restore need.
 
 Each process sends its own boxes, so that targets may be placed differently on each of them; together they are the same
 table on all, from which all derive the same schedule.
@@ -45,7 +45,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class StoreKind(enum.IntEnum):
-    """Kind of a store; of two answers about one store the larger counts."""
+    """Kind of a store; the larger of two answers counts."""
 
     LOCAL = 0
     SHARED = 1
@@ -58,11 +58,7 @@ class StoreKind(enum.IntEnum):
 
 
 def store_of(path: str) -> StoreKind:
-    """Returns the store of a path or URL, as far as this process knows.
-
-    Raises:
-      RestorePlanError: `ORBAX_T5X_STORE` is none of the names.
-    """
+    """Returns the store of a path or URL, if known."""
     given = os.environ.get(STORE_VARIABLE)
     if given:
         named = {store.label: store for store in StoreKind}
@@ -75,7 +71,7 @@ def store_of(path: str) -> StoreKind:
 
 
 def unknown_store(given: str, process: int | None = None, path: str | None = None) -> RestorePlanError:
-    """Returns the error of a value of `ORBAX_T5X_STORE`, on this process or another, that is none of the names."""
+    """Returns the error of a wrong value of `ORBAX_T5X_STORE`."""
     where = "" if process is None else f" on process {process}"
     message = f"{STORE_VARIABLE} is {given!r}{where}, and can be 'local', 'shared' or 'bucket' only"
     fix = Fix(f"set {STORE_VARIABLE} to one of these, or remove it, so that the path decides")
@@ -83,19 +79,19 @@ def unknown_store(given: str, process: int | None = None, path: str | None = Non
 
 
 def is_in_bucket(path: str) -> bool:
-    """Reports whether a path is a URL of anything but local files."""
+    """Reports whether a path is a URL of no local file."""
     return url_scheme(path) not in (None, "file")
 
 
 class Stores(NamedTuple):
-    """Stores of the sources of one plan: of those behind URLs, and of all others."""
+    """Stores of a plan's sources: behind URLs, and local."""
 
     remote: StoreKind
     local: StoreKind
 
     @classmethod
     def of_plan(cls, plan: RestorePlan) -> Stores:
-        """Returns the stores as this process knows them; of several the one farthest away."""
+        """Returns the stores of a plan, the farthest of several."""
         found = [StoreKind.LOCAL, StoreKind.LOCAL]
         for checkpoint in plan.checkpoints.values():
             index = 0 if is_in_bucket(checkpoint.path) else 1
@@ -103,7 +99,7 @@ class Stores(NamedTuple):
         return cls(*found)
 
     def of(self, leaves: Iterable[Leaf]) -> StoreKind:
-        """Returns the store of what leaves are read from together."""
+        """Returns the farthest store of leaves."""
         kinds = [self.remote if is_in_bucket(leaf.path) else self.local for leaf in leaves if not leaf.is_value]
         return max(kinds, default=StoreKind.LOCAL)
 
@@ -116,7 +112,7 @@ def _mounts() -> Iterable[str]:
 
 
 def _file_system_type(path: str, mounts: Iterable[str]) -> str:
-    """Returns the type of the file system on which a path is; empty where that is unknown."""
+    """Returns the file system type of a path, or ""."""
     found, longest = "", -1
     for line in mounts:
         before, _, after = line.partition(" - ")
@@ -138,7 +134,7 @@ def _store_of_type(name: str) -> StoreKind:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EntryNeeds:
-    """Boxes of one entry that the members of a group need, each once, and for each the members by rank, ascending."""
+    """Boxes of an entry that members need, each with its ranks."""
 
     entry: PlanEntry
     boxes: tuple[Box, ...]
@@ -157,7 +153,7 @@ class EntryNeeds:
 
     @property
     def reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
-        """The boxes of each leaf that reading all of it takes."""
+        """The boxes of each leaf to read."""
         return self._reads
 
     @functools.cached_property
@@ -166,20 +162,13 @@ class EntryNeeds:
 
 
 def is_text(entry: PlanEntry) -> bool:
-    """Reports whether an entry that is read is one of strings."""
+    """Reports whether an entry holds strings."""
     assert entry.view is not None
     return entry.view.dtype.hasobject
 
 
 def compare_plans(plan: RestorePlan, broadcast: BroadcastMode, group: ProcessGroup, path: str | None) -> Stores:
-    """Compares what the processes are about to execute; every process must call it.
-
-    Returns:
-      The stores on which all agree, if `broadcast` is "auto": of differing views of one, the one farthest away.
-
-    Raises:
-      RestorePlanError: on all processes: their plans differ, or `ORBAX_T5X_STORE` has a wrong value on one of them.
-    """
+    """Compares the plans of all processes; every process calls it."""
     compared = [
         broadcast if broadcast == "auto" else bool(broadcast),
         [checkpoint.shared_path for checkpoint in plan.checkpoints.values()],
@@ -203,19 +192,19 @@ def compare_plans(plan: RestorePlan, broadcast: BroadcastMode, group: ProcessGro
 
 
 def gather_needs(entries: Sequence[PlanEntry], group: ProcessGroup, path: str | None) -> list[EntryNeeds]:
-    """Gathers what all members need of the entries, which are the same on all; every member must call it."""
+    """Gathers the needs of all members; every member calls it."""
     sent = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), None, group, path)
     by_process: list[list[Sequence[Sequence[Sequence[int]]]]] = [json.loads(text) for text in sent]
     return [_needs_of(entry, boxes) for entry, *boxes in zip(entries, *by_process, strict=True)]
 
 
 def needs_of_shardings(entries: Sequence[PlanEntry], members: Sequence[int]) -> list[EntryNeeds]:
-    """Returns what all processes need of the entries where their targets are placed like this process's."""
+    """Returns all needs, if all targets have these shardings."""
     return [_needs_of(entry, _boxes_by_process(entry, members)) for entry in entries]
 
 
 def _boxes_by_process(entry: PlanEntry, members: Sequence[int]) -> list[list[Box]]:
-    """Returns the boxes of each process; without a sharding each has the whole array."""
+    """Returns the boxes of each process."""
     if entry.leaf is None or entry.leaf.sharding is None:
         return [list(entry.boxes())] * len(members)
     untyped: Any = entry.leaf.sharding

@@ -106,7 +106,7 @@ class BroadcastRound:
 
 
 def message_starts(messages: Iterable[Message]) -> Iterator[tuple[int, Message]]:
-    """Yields each message of a send buffer with its first byte."""
+    """Yields each message of a send buffer with its start."""
     start = 0
     for message in messages:
         yield start, message
@@ -114,7 +114,7 @@ def message_starts(messages: Iterable[Message]) -> Iterator[tuple[int, Message]]
 
 
 class _QueuedChunk:
-    """Messages of a chunk that are in no round yet, by slot."""
+    """Messages of a chunk without a round, by slot."""
 
     def __init__(self, size: int):
         self.size = size

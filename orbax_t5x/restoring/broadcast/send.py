@@ -1,4 +1,4 @@
-"""Runs a broadcast: this process reads its chunks of what is stored, and all processes send each other what they need.
+"""Runs a broadcast: reads own chunks, and exchanges them in rounds.
 
 While the send buffers of one round travel, what the next one sends is being read. Host memory is bounded by what stays
 on the host plus the budget: the buffers of a round, and the chunks that this round and the next are made of; a chunk
@@ -35,7 +35,7 @@ from orbax_t5x.restoring.plan import PlanEntry
 
 
 def empty_buffer(size: int) -> np.ndarray:
-    """Allocates zeros at an address from which JAX takes them over without a copy."""
+    """Allocates aligned zeros for JAX to take without a copy."""
     memory = np.zeros(size + ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % ALIGNMENT
     return memory[first : first + size]
@@ -50,7 +50,7 @@ PlaceEntry = Callable[[PlanEntry, list[np.ndarray]], Awaitable[None]]
 
 
 class Broadcast:
-    """Broadcast of one restore, on this process.
+    """Broadcast of a restore on this process.
 
     Attributes:
       lost_peer: whether another process does not answer any more: the process group is broken.
@@ -68,7 +68,7 @@ class Broadcast:
         limit: int,
         path: str | None,
     ):
-        """Begins nothing; `place` will be called with each entry whose boxes are filled.
+        """Begins nothing; `place` takes each entry with its buffers.
 
         `texts` are the entries of strings, which all processes need whole.
         """
@@ -107,7 +107,7 @@ class Broadcast:
             raise error
 
     async def _with_all(self, function: Callable[[], object]) -> object:
-        """Awaits a call that waits for other processes, in a thread that no read uses."""
+        """Awaits a call that waits for other processes."""
         try:
             return await run_in_pool(None, function)
         except CheckpointIOError:
@@ -149,7 +149,7 @@ class Broadcast:
         return error
 
     def _read_ahead(self, one: BroadcastRound, following: int | None, pool: concurrent.futures.Executor) -> None:
-        """Begins to read what the next round sends, where there is memory for it beside the buffers of this one."""
+        """Prefetches the next round if memory allows."""
         if following is None:
             return
         chunks = self._schedule.chunks
@@ -159,7 +159,7 @@ class Broadcast:
             self._begin_reads(following, pool)
 
     def _begin_reads(self, number: int, pool: concurrent.futures.Executor) -> None:
-        """Begins to read the chunks of which a round is the first to send something."""
+        """Begins to read the chunks new in a round."""
         for chunk in self._new_chunks.pop(number, ()):
             self._reads[chunk] = asyncio.create_task(self._read(chunk, pool))
 
@@ -185,7 +185,7 @@ class Broadcast:
         return [outs[piece] for piece in range(len(chunk.pieces))]
 
     async def _fill_buffer(self, buffer: np.ndarray, number: int, pool: concurrent.futures.Executor) -> None:
-        """Fills the send buffer of a round; chunks that are sent completely are released."""
+        """Fills the send buffer of a round; releases sent chunks."""
         self._begin_reads(number, pool)
         slots = self._schedule.rounds[number].sent_by(self._process)
         outs = {message.chunk: await self._reads[message.chunk] for messages in slots for message in messages}
@@ -208,7 +208,7 @@ class Broadcast:
         await self._place_complete(touched, pool)
 
     def _copy_from(self, one: BroadcastRound, buffers: np.ndarray) -> list[PlanEntry]:
-        """Copies what this process needs of the buffers; returns the entries that received elements."""
+        """Copies needed elements from buffers; returns the touched entries."""
         touched: dict[PlanEntry, None] = {}
         for sender, buffer, messages in zip(one.members, buffers, one.received_by(self._process), strict=True):
             for start, message in message_starts(messages):
@@ -232,7 +232,7 @@ class Broadcast:
     # -- strings
 
     async def _send_texts(self, pool: concurrent.futures.Executor, error: Exception | None) -> Exception | None:
-        """Sends all strings at once, as their sizes are not known before they are read; each process reads some."""
+        """Sends all strings at once; each process reads some."""
         if not self._texts:
             return error
         mine: list[bytes] = []
@@ -265,7 +265,7 @@ class Broadcast:
 
 
 class _ReceivedEntry:
-    """Entry of which this process still has to receive `elements_left`."""
+    """Entry that awaits `elements_left` on this process."""
 
     def __init__(self, entry: PlanEntry):
         self._entry = entry
@@ -273,7 +273,7 @@ class _ReceivedEntry:
         self.elements_left = sum(map(box_size, entry.boxes()))
 
     def buffers(self) -> list[np.ndarray]:
-        """Returns the buffers of the entry's boxes on this process, allocated on first use."""
+        """Returns the buffers of the entry's boxes on this process."""
         if self._buffers is None:
             assert self._entry.view is not None
             with naming_memory_errors(self._entry.leaves[0].path, self._entry.name):
@@ -281,19 +281,19 @@ class _ReceivedEntry:
         return self._buffers
 
     def take(self, whole: Box, box: Box, values: np.ndarray) -> None:
-        """Takes the elements of a box within one of the entry's boxes."""
+        """Takes the elements of a box."""
         index = self._entry.boxes().index(whole)
         self.buffers()[index][slices_within(box, whole)] = values
         self.elements_left -= values.size
 
 
 def _as_values(buffer: np.ndarray, start: int, message: Message, dtype: np.dtype) -> np.ndarray:
-    """Returns the elements of a message as a view of the buffer."""
+    """Returns a message's elements as a view of the buffer."""
     return buffer[start : start + message.size].view(dtype).reshape(box_shape(message.box))
 
 
 async def _error_of(awaitable: Awaitable[None]) -> Exception | None:
-    """Returns what an awaitable raises: a process that fails must go on sending."""
+    """Returns the exception of an awaitable, or None."""
     try:
         await awaitable
     except Exception as error:
@@ -302,7 +302,7 @@ async def _error_of(awaitable: Awaitable[None]) -> Exception | None:
 
 
 def _new_chunks(schedule: Schedule, process: int) -> dict[int, list[int]]:
-    """Returns the chunks of a process by the first round in which it sends something of them."""
+    """Returns chunks by the first round that sends them."""
     first: dict[int, int] = {}
     for number, message in _sent_by(schedule, process):
         first.setdefault(message.chunk, number)
@@ -313,7 +313,7 @@ def _new_chunks(schedule: Schedule, process: int) -> dict[int, list[int]]:
 
 
 def _last_rounds(schedule: Schedule, process: int) -> dict[int, int]:
-    """Returns the last round in which a process sends something of each of its chunks."""
+    """Returns the last round of each chunk."""
     return {message.chunk: number for number, message in _sent_by(schedule, process)}
 
 

@@ -11,7 +11,7 @@ from etils import epath
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.handlers.save import item_sums
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
-from orbax_t5x.multihost import gathering
+from orbax_t5x.multihost import coordination
 from tests.support.key_values import KeyValues
 
 ROWS = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
@@ -33,7 +33,7 @@ def sums_of(process, *, whole=True):
 def job(monkeypatch):
     """A job of two processes; `as_process` sets which of them this is."""
     store = KeyValues()
-    monkeypatch.setattr(gathering, "key_value_store", lambda: store)
+    monkeypatch.setattr(coordination, "key_value_store", lambda: store)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     store.as_process = lambda index: monkeypatch.setattr(ocp.multihost, "process_index", lambda: index)

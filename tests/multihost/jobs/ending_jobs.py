@@ -14,8 +14,8 @@ from tests.multihost.jobs.broadcast_jobs import placed
 
 _WHERE = {
     "the opener opens": (together, "open_checkpoint"),
-    "the catalogue is awaited": (openings, "received"),
-    "the catalogue is received": (openings, "_parsed"),
+    "the catalogue is awaited": (openings, "_received"),
+    "the catalogue is received": (openings, "read_pieces"),
     "buffers are exchanged": (send, "exchange_buffers"),
     "checksums are exchanged": (joint_executor, "gather_checksums"),
 }
