@@ -67,20 +67,20 @@ _kept: collections.deque[Publication] = collections.deque()
 _openings: collections.Counter[str] = collections.Counter()
 
 
-class _Call(NamedTuple):
+class _GroupCall(NamedTuple):
     group: ProcessGroup
     is_collective: bool
     # Openings of each name: a comparison may open a path twice.
     openings: collections.Counter[str]
 
 
-_call: ContextVar[_Call | None] = ContextVar("orbax_t5x_call", default=None)
+_call: ContextVar[_GroupCall | None] = ContextVar("orbax_t5x_call", default=None)
 
 
 @contextlib.contextmanager
 def call_of_group(group: ProcessGroup, *, is_collective: bool = True) -> Generator[None, None, None]:
     """Marks a call of a group for openings inside it."""
-    token = _call.set(_Call(group, is_collective, collections.Counter()))
+    token = _call.set(_GroupCall(group, is_collective, collections.Counter()))
     try:
         yield
     finally:
@@ -102,7 +102,7 @@ def opened_once(call: Sequence[Any], path: str, function: Callable[[], _Result])
     if current is None:
         if not has_backend():
             return function()  # which numbers the members
-        current = _Call(ProcessGroup.of(), False, collections.Counter())
+        current = _GroupCall(ProcessGroup.of(), False, collections.Counter())
     group, is_collective, counts = current
     if group.size == 1:
         return function()

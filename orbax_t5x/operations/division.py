@@ -1,4 +1,4 @@
-"""SharedWork of an operation's reads over its processes."""
+"""Division of an operation's reads over its processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _REQUEST_BYTES = 256 << 10
 _Item = TypeVar("_Item")
 
 
-class SharedWork:
-    """SharedWork of one call over its processes."""
+class Division:
+    """Division of a call over its processes."""
 
     def __init__(self, agreement: Any = None):
         """Makes a division; without an `agreement`, for this process only."""
@@ -64,15 +64,15 @@ class SharedWork:
 
 
 @contextlib.contextmanager
-def divided(processes: AnyProcesses | None, path: str, call: str) -> Generator[SharedWork, None, None]:
+def divided(processes: AnyProcesses | None, path: str, call: str) -> Generator[Division, None, None]:
     """Holds for a `call` that every process of a group makes.
 
     An error that leaves it is raised on all of them.
     """
     check_processes(processes)
     if not jax.distributed.is_initialized():
-        yield SharedWork()
+        yield Division()
         return
     agreement = _agreement(processes, path, call, sends_errors=True)
     with agreement.planning():
-        yield SharedWork(agreement)
+        yield Division(agreement)
