@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.response_clock import ResponseClock
-from orbax_t5x.files.values import Values
 
 
 class ReadAhead(Protocol):
@@ -163,7 +163,7 @@ class ArrayDirectory(NamedTuple):
 
     path: str
     identity: Hashable
-    kvstore: dict[str, Any] | Values
+    kvstore: dict[str, Any] | None
     metadata: bytes
     files: Snapshot
 
@@ -196,7 +196,27 @@ class Subdirectories(NamedTuple):
     outside: list[str]
 
 
-class Files(FilePlace, Protocol):
+class Named(Protocol):
+    """Bytes by name: files, or the values of a database."""
+
+    @property
+    def path(self) -> str:
+        """The path for messages; a URL if it is remote."""
+        ...
+
+    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        """Reads bytes of a file or value, or returns None.
+
+        None: there is no such name.
+
+        Raises:
+          LimitExceededError: there are more bytes than `wanted.most`.
+          CheckpointError: the store failed, or the file ends before `wanted.stop`.
+        """
+        ...
+
+
+class Files(FilePlace, Named, Protocol):
     """Files below a root, and the root itself.
 
     `path` is the root: a directory, resolved, or a URL without a slash at its end.
@@ -330,12 +350,10 @@ class Files(FilePlace, Protocol):
 
     # -- what TensorStore reads by itself
 
-    def kvstore(self, name: str) -> dict[str, Any] | Values:
-        """Returns TensorStore's spec of a directory.
+    def kvstore(self, name: str) -> dict[str, Any] | None:
+        """Returns TensorStore's spec of a directory, or None.
 
-        There is no slash at the path's end; "" is the root.
-
-        Of a web server, which TensorStore does not read, the values by key.
+        There is no slash at the path's end; "" is the root. None: only `read_range` reads it, as of a web server.
         """
         ...
 

@@ -35,6 +35,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.descriptor import Descriptor
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Subdirectories
 from orbax_t5x.files.paths import FILE_FLAGS, FileIdentity, Root, io_error
+from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.tree_checks import TreeSnapshot, check_tree, list_directory
 from orbax_t5x.files.windows import fill_held, is_held
 
@@ -348,6 +349,15 @@ class LocalFiles(Root, Files):
             raise io_error(error, "reading it", path=self.join(name)) from error
         finally:
             opened.close()
+
+    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        leaf = context.leaf
+        try:
+            file = self.file(name, leaf=leaf)
+        except CheckpointNotFoundError:
+            return None
+        found = wanted.within(file.size, "the file", path=file.path, leaf=leaf)
+        return bytes(file.read(found.start, found.stop - found.start, leaf=leaf))
 
     # -- open files
 

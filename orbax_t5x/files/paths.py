@@ -11,12 +11,12 @@ is refused before a byte is read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import stat
 from collections.abc import Generator
-from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from orbax_t5x.errors import (
@@ -37,6 +37,7 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Of a file below a root: never a link, and never a wait for the other end of a FIFO.
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0)
+_PLAIN_NAME = re.compile(r"(?!\.)[\w.-]+", re.ASCII)
 _UPWARDS = re.compile(r"(\.|%2e)(\.|%2e)", re.IGNORECASE)
 _HUB_BLOB = re.compile(r"(?P<cache>.*/models--[^/]+)/blobs/(?P<blob>[0-9a-f]{40}|[0-9a-f]{64})")
 _HUB_SNAPSHOT = re.compile(r"(?P<cache>.*/models--[^/]+)/snapshots(/.*)?")
@@ -169,7 +170,7 @@ class Root:
         """Returns the path of a name, for messages."""
         return os.path.join(self.path, name)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _walk(self, name: str, leaf: str | None) -> Generator[tuple[int, str | None, str], None, None]:
         """Yields (directory fd, last component, resolved path).
 
@@ -185,8 +186,28 @@ class Root:
         finally:
             walker.close()
 
+    def _plain_stat(self, name: str) -> os.stat_result | None:
+        """Stats a regular file in the root itself, or returns None.
+
+        Below the root no symlink can lead to it, so that no walk is needed.
+        """
+        with contextlib.suppress(OSError):  # the walk finds the reason
+            if _PLAIN_NAME.fullmatch(name):
+                found = os.stat(self.join(name), follow_symlinks=False)
+                return found if stat.S_ISREG(found.st_mode) else None
+        return None
+
     def open(self, name: str, *, leaf: str | None = None) -> tuple[Descriptor, os.stat_result]:
         """Opens a regular file for reading, without blocking."""
+        if self._plain_stat(name) is not None:
+            path = self.join(name)
+            try:
+                opened = Descriptor(path, FILE_FLAGS)
+            except OSError as error:
+                raise _os_error(error, path, leaf, "opening it") from error
+            found = os.fstat(opened.number)
+            _require_regular(found, path, leaf)
+            return opened, found
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
@@ -197,6 +218,8 @@ class Root:
 
     def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
         """Returns the stat of the file that `open` would open."""
+        if (plain := self._plain_stat(name)) is not None:
+            return plain
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)

@@ -14,6 +14,9 @@ from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.registry import Registry
 
+# Names of files of all formats: no directory is imagined under them.
+FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
+
 
 class StoreUrl(NamedTuple):
     """A parsed URL.

@@ -1,4 +1,4 @@
-"""Chunks of an array that index boxes overlap.
+"""Chunks of an array, and the index boxes that overlap them.
 
 Pure geometry over a regular grid that begins at the origin.
 """
@@ -7,12 +7,40 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorstore as ts
 
 from orbax_t5x.lazy.box import Box, box_slices, shift, union_size
 from orbax_t5x.lazy.leaf import Request
 
 # Boxes of one request that are awaited one by one; more would cost more than they show.
 _MAX_BOXES = 4096
+
+
+class ArrayLayout(NamedTuple):
+    """Shape, dtype and chunk grids of a chunked array.
+
+    `shard` holds the index of its chunks; `chunk` is decoded at a time.
+
+    They are the same where chunks are stored by themselves, and () for a rank-0 array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    shard: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: ts.TensorStore) -> ArrayLayout:
+        """Returns the layout of an array that is open."""
+        shape, layout = tuple(array.shape), array.chunk_layout
+        chunk, shard = (
+            tuple([max(1, size or whole) for size, whole in zip(cell.shape or shape, shape, strict=True)])
+            for cell in (layout.read_chunk, layout.write_chunk)
+        )
+        return cls(shape, np.dtype(array.dtype.numpy_dtype), chunk, shard)
 
 
 def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:

@@ -1,31 +1,34 @@
-"""A chunked array on a web server.
+"""A chunked array whose chunks are fetched by us, with a bound.
 
-Its chunks are fetched by us, with a bound, and decoded by TensorStore from memory.
-
-TensorStore never sees the server. It opens the array over a store in memory, into which each chunk is put before it is
-read. Of a sharded array it opens one whose chunks are those inside the shards, which are fetched singly.
+TensorStore decodes them from memory, and never sees the server. It opens the array over a store in memory, into which
+each chunk is put before it is read. Of a sharded array it opens an array of the chunks inside the shards, which are
+fetched singly. Threads each take a chunk after the other: a task of the event loop for each of thousands of small
+chunks would cost more than fetching it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import OnceEach, run_in_pool, waiting_pool
+from orbax_t5x.concurrency import Budget, OnceEach, run_in_pool, wait_all, waiting_pool
 from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files.crc import CRC32C
+from orbax_t5x.files.interface import Named
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.values import BoundedRange, ReadContext, Values
+from orbax_t5x.files.ranges import BoundedRange, ReadContext, RequestGroup
+from orbax_t5x.files.request_settings import REQUESTS_AT_ONCE
 from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.lazy.leaf import Request
-from orbax_t5x.readers.array_layout import ArrayLayout
+from orbax_t5x.readers.chunk_grid import ArrayLayout, requests_by_chunk
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.stored_chunks import ChunkKeys
 from orbax_t5x.readers.tensorstore_specs import array_spec
@@ -36,6 +39,10 @@ _ABSENT = (1 << 64) - 1
 _CRC_BYTES = 4
 # In the index of a shard: offset and size of a chunk.
 SHARD_ENTRY_BYTES = 16
+# Threads for one array where responses come at once: more would only compete for the interpreter.
+_THREADS_WHEN_NEAR = 4
+# Small chunks that a thread has decoded while it fetches others, beyond the memory that was taken.
+_PENDING_BYTES = 1 << 16
 
 
 def most_encoded(nbytes: int) -> int:
@@ -43,49 +50,84 @@ def most_encoded(nbytes: int) -> int:
     return nbytes + nbytes // 32 + (1 << 16)
 
 
-def only_chunk(shard: bytes, sharding: Mapping[str, Any]) -> bytes:
-    """Returns the only chunk of a shard."""
-    size = _index_bytes(1, sharding)
-    offset, length = _parse_index(shard[-size:] if _is_last(sharding) else shard[:size], 1, sharding)[0].tolist()
-    if offset + length > len(shard):
-        raise ValueError(f"a shard of {len(shard)} bytes has a chunk of {length} bytes at byte {offset}")
-    return shard[offset : offset + length]
+class Sharding(NamedTuple):
+    """Shards of chunks, with an index of offsets and sizes.
 
+    Attributes:
+      chunks: in each shard.
+      is_last: whether the index ends the shard, and does not begin it.
+      has_crc: whether a checksum follows the index.
+      codecs: of a chunk.
+    """
 
-def _is_last(sharding: Mapping[str, Any]) -> bool:
-    return sharding.get("index_location", "end") == "end"
+    chunks: int
+    is_last: bool
+    has_crc: bool
+    codecs: list[dict[str, Any]]
 
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any], layout: ArrayLayout) -> Sharding | None:
+        """Returns the shards of an array, or None.
 
-def _index_bytes(chunks: int, sharding: Mapping[str, Any]) -> int:
-    return SHARD_ENTRY_BYTES * chunks + (_CRC_BYTES if len(sharding["index_codecs"]) > 1 else 0)
+        Raises:
+          ValueError: they are of another kind than Orbax's.
+        """
+        codecs = metadata.get("codecs", ())
+        if all(codec["name"] != _SHARDING for codec in codecs):
+            return None
+        settings = codecs[0].get("configuration", {})
+        index, inner = settings.get("index_codecs", ()), settings.get("codecs", ())
+        plain = [codec["name"] for codec in index] in (["bytes"], ["bytes", "crc32c"])
+        little = plain and index[0].get("configuration", {}).get("endian") == "little"
+        if len(codecs) != 1 or not little or any(codec["name"] == _SHARDING for codec in inner):
+            raise ValueError("shards inside others, or with codecs around them")
+        chunks = math.prod(layout.shard) // math.prod(layout.chunk)
+        return cls(chunks, settings.get("index_location", "end") == "end", len(index) > 1, inner)
 
+    @property
+    def index_range(self) -> BoundedRange:
+        """The bytes of the index in a shard."""
+        size = SHARD_ENTRY_BYTES * self.chunks + (_CRC_BYTES if self.has_crc else 0)
+        return BoundedRange.last(size) if self.is_last else BoundedRange.between(0, size)
 
-def _parse_index(data: bytes, chunks: int, sharding: Mapping[str, Any]) -> np.ndarray:
-    """Parses offset and size of each chunk of a shard."""
-    nbytes = SHARD_ENTRY_BYTES * chunks
-    numbers, crc = data[:nbytes], data[nbytes:]
-    if len(data) != _index_bytes(chunks, sharding) or (
-        crc and CRC32C.extend(0, numbers) != int.from_bytes(crc, "little")
-    ):
-        raise ValueError("the index of a shard is damaged")
-    return np.frombuffer(numbers, "<u8").reshape(chunks, 2)
+    def entries(self, index: bytes) -> np.ndarray:
+        """Parses offset and size of each chunk.
+
+        Raises:
+          ValueError: the index is damaged.
+        """
+        numbers, crc = index[: SHARD_ENTRY_BYTES * self.chunks], index[SHARD_ENTRY_BYTES * self.chunks :]
+        if len(index) != self.index_range.size or (crc and CRC32C.extend(0, numbers) != int.from_bytes(crc, "little")):
+            raise ValueError("the index of a shard is damaged")
+        return np.frombuffer(numbers, "<u8").reshape(self.chunks, 2)
+
+    def only_chunk(self, shard: bytes) -> bytes:
+        """Returns the only chunk of a shard.
+
+        Raises:
+          ValueError: the shard is damaged, or has no chunk.
+        """
+        offset, size = self.entries(shard[self.index_range.start : self.index_range.stop])[0].tolist()
+        if offset + size > len(shard):
+            raise ValueError(f"a shard of {len(shard)} bytes has a chunk of {size} bytes at byte {offset}")
+        return shard[offset : offset + size]
 
 
 class FetchedArray:
-    """A chunked array of a web server.
+    """A chunked array, fetched chunk by chunk.
 
     Attributes:
       layout: of the array as it is stored.
       chunk_bytes: of a chunk, decoded.
       keys: of its chunks, or of its shards.
       metadata: as TensorStore writes them.
-      sharding: the settings of the codec that makes shards of chunks, or None.
+      sharding: its shards, or None.
       array: over the chunks that were fetched.
     """
 
     def __init__(
         self,
-        values: Values,
+        values: Named,
         name: str,
         *,
         context: ts.Context,
@@ -100,13 +142,13 @@ class FetchedArray:
         self._prefix = f"{name}/" if name else ""
         self._users: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._indexes: OnceEach[tuple[int, ...], np.ndarray | None] = OnceEach()
+        self._indexes: OnceEach[str, np.ndarray | None] = OnceEach()
         kvstore = {"driver": "memory", "path": f"{next(_NUMBERS)}/"}
         spec = array_spec(kvstore, "", ocdbt=False, zarr3=zarr3, absent_is_fill=absent_is_fill)
         self._memory = ts.KvStore.open(kvstore, context=context).result()
         if metadata is None:
             file = "zarr.json" if zarr3 else ".zarray"
-            data = values.read(self._prefix + file, BoundedRange.whole(limits.json_bytes), ReadContext(leaf))
+            data = values.read_range(self._prefix + file, BoundedRange.whole(limits.json_bytes), ReadContext(leaf))
             if data is None:
                 raise CorruptCheckpointError(f"opening it: {name}/{file} is missing", path=values.path, leaf=leaf)
             self._memory.write(file, data).result()
@@ -119,32 +161,105 @@ class FetchedArray:
         self.chunk_bytes: int = math.prod(self.layout.chunk) * self.layout.dtype.itemsize
         self.keys = ChunkKeys.of(array)
         self.metadata: dict[str, Any] = array.spec().to_json()["metadata"]
-        self.sharding: dict[str, Any] | None = None
-        if any(codec["name"] == _SHARDING for codec in self.metadata.get("codecs", ())):
-            self.sharding = self._only_sharding(leaf)
-            spec["metadata"] = self._unsharded(self.sharding)
+        try:
+            self.sharding = Sharding.of(self.metadata, self.layout)
+        except ValueError as error:
+            message = f"opening it: {error}, are not read from a web server"
+            raise UnsupportedCheckpointError(message, path=values.path, leaf=leaf) from None
+        if self.sharding is not None:
+            grid = {"name": "regular", "configuration": {"chunk_shape": list(self.layout.chunk)}}
+            spec["metadata"] = {**self.metadata, "chunk_grid": grid, "codecs": self.sharding.codecs}
             array = ts.open(spec, open=True, assume_metadata=True, read=True, context=context).result()
         self.array: ts.TensorStore = array
 
-    def begin_chunk(self, requests: Sequence[Request], context: ReadContext) -> ChunkRead:
+    @property
+    def names(self) -> Callable[[], Awaitable[list[str]]] | None:
+        """The lister of all names stored with the array, or None."""
+        values = self._values
+        if not isinstance(values, OcdbtValues):
+            return None
+        return lambda: run_in_pool(waiting_pool(), values.names, self._prefix)
+
+    async def read(self, requests: Sequence[Request], leaf: str, decoding: Budget, *, is_near: bool) -> None:
+        """Reads boxes, a chunk at a time per thread.
+
+        Args:
+          requests: the boxes, and the buffers that get them.
+          leaf: for errors.
+          decoding: memory for chunks.
+          is_near: whether the server answers at once.
+
+        Raises:
+          CheckpointError: a chunk cannot be fetched.
+          Exception: what TensorStore raised.
+        """
+        left = list(requests_by_chunk(requests, self.layout.chunk))[::-1]
+        under_way = RequestGroup()
+
+        async def read_chunks() -> None:
+            try:
+                await run_in_pool(waiting_pool(), self._read_chunks, left, ReadContext(leaf, under_way))
+            except BaseException:
+                left.clear()
+                under_way.cancel()
+                raise
+            finally:
+                decoding.give(self.chunk_bytes)
+
+        async def threads() -> AsyncIterator[Coroutine[Any, Any, None]]:
+            for _ in range(min(len(left), _THREADS_WHEN_NEAR if is_near else REQUESTS_AT_ONCE)):
+                await decoding.take(self.chunk_bytes)
+                yield read_chunks()
+
+        await wait_all(threads())
+
+    def _read_chunks(self, left: list[list[Request]], context: ReadContext) -> None:
+        """Takes and reads chunks until all are taken."""
+        most_pending = _PENDING_BYTES // max(1, self.chunk_bytes)
+        pending: deque[tuple[str, list[ts.WriteFutures]]] = deque()
+        try:
+            while left:
+                try:
+                    requests = left.pop()
+                except IndexError:  # another thread took the last one
+                    break
+                pending.append(self._begin_chunk(requests, context))
+                # Those that wait were decoded meanwhile: waiting for one at once would change threads for each.
+                if len(pending) > most_pending:
+                    self._end_chunk(*pending.popleft())
+            while pending:
+                self._end_chunk(*pending.popleft())
+        finally:
+            for chunk in pending:
+                with contextlib.suppress(Exception):
+                    self._end_chunk(*chunk)
+
+    def _begin_chunk(self, requests: Sequence[Request], context: ReadContext) -> tuple[str, list[ts.WriteFutures]]:
         """Fetches a chunk and begins to read boxes inside it."""
         index = tuple([low // size for (low, _), size in zip(requests[0].box, self.layout.chunk, strict=True)])
-        most = most_encoded(self.chunk_bytes)
-        key = self.keys.key(index)
+        key, most = self.keys.key(index), most_encoded(self.chunk_bytes)
         if self.sharding is None:
-            data = self._values.read(self._prefix + key, BoundedRange.whole(most), context)
+            data = self._values.read_range(self._prefix + key, BoundedRange.whole(most), context)
         else:
             data = self._read_inside(index, self.sharding, most, context)
         self.hold(key, data)
         try:
-            writes = [ts.array(out, write=True, copy=False).write(self.array[box_slices(box)]) for box, out in requests]
+            return key, [
+                ts.array(out, write=True, copy=False).write(self.array[box_slices(box)]) for box, out in requests
+            ]
         except BaseException:
             self.drop(key)
             raise
-        return ChunkRead(self, key, writes)
+
+    def _end_chunk(self, key: str, writes: Sequence[ts.WriteFutures]) -> None:
+        try:
+            for write in writes:
+                write.result()
+        finally:
+            self.drop(key)
 
     def hold(self, key: str, data: bytes | None) -> None:
-        """Holds a chunk in memory for reads of `array`."""
+        """Holds a chunk in memory for reads of `array`, until `drop`."""
         with self._lock:
             self._users[key] += 1
             if data is not None:
@@ -158,98 +273,29 @@ class FetchedArray:
                 del self._users[key]
                 del self._memory[key]
 
-    @property
-    def names(self) -> Callable[[], Awaitable[list[str]]] | None:
-        """The lister of all names stored with the array, or None."""
-        values = self._values
-        if not isinstance(values, OcdbtValues):
-            return None
-        return lambda: run_in_pool(waiting_pool(), values.names, self._prefix)
-
-    # -- shards
-
-    def _only_sharding(self, leaf: str) -> dict[str, Any]:
-        """Returns the settings of Orbax's kind of sharding codec."""
-        codecs = self.metadata["codecs"]
-        settings = codecs[0].get("configuration", {})
-        index_codecs = settings.get("index_codecs", ())
-        plain = [codec["name"] for codec in index_codecs] in (["bytes"], ["bytes", "crc32c"])
-        little = plain and index_codecs[0].get("configuration", {}).get("endian") == "little"
-        nested = any(codec["name"] == _SHARDING for codec in settings.get("codecs", ()))
-        if len(codecs) != 1 or not little or nested:
-            raise UnsupportedCheckpointError(
-                "opening it: shards inside others, or with codecs around them, are not read from a web server",
-                path=self._values.path,
-                leaf=leaf,
-            )
-        return settings
-
-    def _unsharded(self, sharding: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metadata of an array of the shards' inner chunks."""
-        grid = {"name": "regular", "configuration": {"chunk_shape": list(self.layout.chunk)}}
-        return {**self.metadata, "chunk_grid": grid, "codecs": sharding["codecs"]}
-
-    def _read_inside(
-        self, index: tuple[int, ...], sharding: Mapping[str, Any], most: int, context: ReadContext
-    ) -> bytes | None:
+    def _read_inside(self, index: tuple[int, ...], sharding: Sharding, most: int, context: ReadContext) -> bytes | None:
         """Reads a chunk inside a shard."""
         sides = [shard // chunk for shard, chunk in zip(self.layout.shard, self.layout.chunk, strict=True)]
-        shard = tuple([number // side for number, side in zip(index, sides, strict=True)])
-        inside = tuple([number % side for number, side in zip(index, sides, strict=True)])
+        shard, number = [], 0
+        for at, side in zip(index, sides, strict=True):
+            shard.append(at // side)
+            number = number * side + at % side
         key = self._prefix + self.keys.key(shard)
-        entries = self._indexes.get(shard, lambda: self._read_index(key, sides, sharding, context))
+        entries = self._indexes.get(key, lambda: self._read_index(key, sharding, context))
         if entries is None:
             return None
-        offset, size = map(int, entries[inside])
+        offset, size = entries[number].tolist()
         if offset == size == _ABSENT:
             return None
         if size > most or offset >= 1 << 62:
-            raise CorruptCheckpointError(
-                f"the shard {key} has a chunk of {size} bytes at byte {offset}",
-                path=self._values.path,
-                leaf=context.leaf,
-            )
-        return self._values.read(key, BoundedRange.between(offset, offset + size), context) if size else b""
+            message = f"the shard {key} has a chunk of {size} bytes at byte {offset}"
+            raise CorruptCheckpointError(message, path=self._values.path, leaf=context.leaf)
+        return self._values.read_range(key, BoundedRange.between(offset, offset + size), context) if size else b""
 
-    def _read_index(
-        self, key: str, sides: Sequence[int], sharding: Mapping[str, Any], context: ReadContext
-    ) -> np.ndarray | None:
-        """Reads the offset and size of each of a shard's chunks."""
-        size, is_last = _index_bytes(math.prod(sides), sharding), _is_last(sharding)
-        data = self._values.read(key, BoundedRange.last(size) if is_last else BoundedRange.between(0, size), context)
-        if data is None:
-            return None
+    def _read_index(self, key: str, sharding: Sharding, context: ReadContext) -> np.ndarray | None:
+        data = self._values.read_range(key, sharding.index_range, context)
         try:
-            return _parse_index(data, math.prod(sides), sharding).reshape(*sides, 2)
+            return None if data is None else sharding.entries(data)
         except ValueError:
-            raise CorruptCheckpointError(
-                f"the index of the shard {key} is damaged", path=self._values.path, leaf=context.leaf
-            ) from None
-
-
-class ChunkRead(NamedTuple):
-    """A chunk that was fetched, and is being decoded into buffers."""
-
-    array: FetchedArray
-    key: str
-    writes: list[ts.WriteFutures]
-
-    def end(self) -> None:
-        """Waits for the buffers; raises TensorStore's errors."""
-        try:
-            for write in self.writes:
-                write.result()
-        finally:
-            self.array.drop(self.key)
-
-
-class UnopenedArray(NamedTuple):
-    """An array that TensorStore opens when it is first read.
-
-    Attributes:
-      layout: as opening it would show.
-      open: opens it, without reading anything; blocks, and may be called from any thread.
-    """
-
-    layout: ArrayLayout
-    open: Callable[[], ts.TensorStore | FetchedArray]
+            message = f"the index of the shard {key} is damaged"
+            raise CorruptCheckpointError(message, path=self._values.path, leaf=context.leaf) from None

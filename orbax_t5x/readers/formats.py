@@ -22,8 +22,10 @@ from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import check_item, path_text
 from orbax_t5x.readers.format import Format
 from orbax_t5x.readers.format_table import FORMATS, all_formats, format_named
-from orbax_t5x.readers.roots import newest_of_root
-from orbax_t5x.readers.unrecognised import missing_error, unrecognised_error
+
+_newest_of_root = on_demand.function("orbax_t5x.readers.roots", "newest_of_root")
+_missing_error = on_demand.function("orbax_t5x.readers.unrecognised", "missing_error")
+_unrecognised_error = on_demand.function("orbax_t5x.readers.unrecognised", "unrecognised_error")
 
 
 @guarded
@@ -83,15 +85,15 @@ def _open_path(text: str, format: str | None, item: str | None, limits: Limits) 
     if row := owner_of_file(probe, rows):
         return _open(row, probe.path, limits, item)
     if probe.kind == "missing":
-        raise missing_error(probe.path, text)
-    raise unrecognised_error(probe, rows)
+        raise _missing_error(probe.path, text)
+    raise _unrecognised_error(probe, rows)
 
 
 def _open_directory(probe: PathProbe, rows: list[Format], item: str | None, limits: Limits) -> Checkpoint:
     """Opens a directory by its files, or its subfolders and steps."""
     if row := owner_of_directory(probe, rows):
         return _open(row, probe.path, limits, item)
-    if newest := newest_of_root(probe):
+    if newest := _newest_of_root(probe):
         if newest.format is not None:
             return _open(format_named(newest.format), probe.path, limits, item)
         checkpoint = _open_path(newest.path, None, item, limits)
@@ -99,7 +101,7 @@ def _open_directory(probe: PathProbe, rows: list[Format], item: str | None, limi
         return checkpoint
     if row := hinted_owner(probe, rows):
         return _open(row, probe.path, limits, item)
-    raise unrecognised_error(probe, rows)
+    raise _unrecognised_error(probe, rows)
 
 
 def _open(row: Format, path: str, limits: Limits, item: str | None) -> Checkpoint:

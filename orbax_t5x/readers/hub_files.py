@@ -25,7 +25,7 @@ from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.open_flag import close_all
+from orbax_t5x.readers.leaves import close_all
 
 _CONFIG = "config.json"
 # How the Hugging Face trainer names its steps.

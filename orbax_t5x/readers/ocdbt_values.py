@@ -1,4 +1,4 @@
-"""The values of an OCDBT database.
+"""The values of an OCDBT database, local or remote.
 
 The nodes of its tree are read by us, and decoded by TensorStore.
 
@@ -12,7 +12,7 @@ import bisect
 import itertools
 import threading
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -20,17 +20,16 @@ import tensorstore as ts
 from orbax_t5x.concurrency import OnceEach
 from orbax_t5x.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
-from orbax_t5x.files.values import ANYONE, BoundedRange, ReadContext, Values
+from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.readers.tensorstore_errors import typed_error
 
 _MANIFEST = "manifest.ocdbt"
@@ -60,24 +59,28 @@ class _TreeNode(NamedTuple):
     prefixes: list[bytes]
 
 
-class OcdbtValues(Values):
-    """The values of a database."""
+class OcdbtValues:
+    """The values of a database, by key; implements `Named`."""
 
-    def __init__(self, files: Values, limits: Limits, open_file: Callable[[str], StoredFile]):
-        """Reads the manifest and the root node."""
-        self.path: str = files.path
+    def __init__(self, files: Files, directory: str, limits: Limits):
+        """Reads the manifest and the root node.
+
+        Raises:
+          CheckpointError: they cannot be read.
+        """
+        self.path: str = files.join(directory) if directory else files.path
         self._files = files
-        self._open_file = open_file
-        self._opened: OnceEach[str, StoredFile] = OnceEach()
+        self._prefix = f"{directory}/" if directory else ""
         self._limit = limits.index_bytes
         self._left = self._limit
         self._lock = threading.Lock()
+        self._opened: OnceEach[str, StoredFile] = OnceEach()
         self._nodes: OnceEach[ValueLocation, _TreeNode] = OnceEach()
-        found = files.read(_MANIFEST, BoundedRange.whole(self._limit))
+        self._read_nodes: dict[ValueLocation, _TreeNode] = {}
+        found = files.read_range(self._prefix + _MANIFEST, BoundedRange.whole(self._limit))
         if found is None:
             raise CorruptCheckpointError(f"{_MANIFEST} is missing, so the arrays cannot be found", path=self.path)
-        manifest = self._decoded(_MANIFEST, found, None)
-        versions = manifest.get("versions")
+        versions = self._decoded(_MANIFEST, found, None).get("versions")
         if not versions:
             raise UnsupportedCheckpointError("an OCDBT database of numbered manifests is not read", path=self.path)
         root = versions[-1]["root"]
@@ -86,10 +89,6 @@ class OcdbtValues(Values):
         if self._root is not None:
             self._node(self._root, self._height, ANYONE)
 
-    def find(self, key: str) -> bytes | ValueLocation | None:
-        """Finds a value, or its place in a data file."""
-        return self._find(key.encode(), ANYONE)
-
     @property
     def manifest(self) -> StoredFile:
         """The file that every value depends on."""
@@ -97,41 +96,35 @@ class OcdbtValues(Values):
 
     def file(self, name: str) -> StoredFile:
         """Returns a file of the database, statted once."""
-        return self._opened.get(name, lambda: self._open_file(name))
+        return self._opened.get(name, lambda: self._files.file(self._prefix + name))
 
-    def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        leaf = context.leaf
+    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        """Implements `Named.read_range`."""
         try:
-            found = self._find(key.encode(), context)
+            found = self.find(name, context)
         except CheckpointError as error:
-            raise error_at(error, path=error.path, leaf=leaf) from error
+            raise error_at(error, path=error.path, leaf=context.leaf) from error
         if found is None:
             return None
         size = len(found) if isinstance(found, bytes) else found.size
-        start = max(0, size + wanted.start) if wanted.start < 0 else wanted.start
-        stop = size if wanted.stop is None else wanted.stop
-        if stop > size or start > stop:
-            raise CorruptCheckpointError(f"the value {key!r} ends at byte {size}", path=self.path, leaf=leaf)
-        if stop - start > wanted.most:
-            raise LimitExceededError(
-                f"the value {key!r} has {stop - start} bytes, more than the {wanted.most} that it may have",
-                path=self.path,
-                leaf=leaf,
-            )
+        place = wanted.within(size, f"the value {name!r}", path=self.path, leaf=context.leaf)
         if isinstance(found, bytes):
-            return found[start:stop]
+            return found[place]
+        return self._read(found.file, found.offset + place.start, found.offset + place.stop, context)
+
+    def _read(self, file: str, start: int, stop: int, context: ReadContext) -> bytes:
         if start == stop:
             return b""
-        data = self._files.read(found.file, BoundedRange.between(found.offset + start, found.offset + stop), context)
+        data = self._files.read_range(self._prefix + file, BoundedRange.between(start, stop), context)
         if data is None:
-            raise CorruptCheckpointError("the data file is missing", path=f"{self.path}/{found.file}", leaf=leaf)
+            raise CorruptCheckpointError("the data file is missing", path=f"{self.path}/{file}", leaf=context.leaf)
         return data
 
-    def _find(self, key: bytes, context: ReadContext) -> bytes | ValueLocation | None:
-        """Finds the value of a key, or its place."""
-        location, height = self._root, self._height
+    def find(self, name: str, context: ReadContext = ANYONE) -> bytes | ValueLocation | None:
+        """Finds a value, or its place in a data file."""
+        key, location, height = name.encode(), self._root, self._height
         while location is not None:
-            node = self._node(location, height, context)
+            node = self._read_nodes.get(location) or self._node(location, height, context)
             number = bisect.bisect_right(node.keys, key) - 1
             if number < 0:
                 return None
@@ -167,17 +160,16 @@ class OcdbtValues(Values):
         return [key[len(start) :].decode("utf-8", "replace") for key in found if key.startswith(start)]
 
     def _node(self, location: ValueLocation, height: int, context: ReadContext) -> _TreeNode:
-        return self._nodes.get(location, lambda: self._read_node(location, height, context))
+        node = self._nodes.get(location, lambda: self._read_node(location, height, context))
+        self._read_nodes[location] = node
+        return node
 
     def _read_node(self, location: ValueLocation, height: int, context: ReadContext) -> _TreeNode:
         with self._lock:
             self._left -= location.size
             if self._left < 0:
                 raise LimitExceededError(f"nodes of more than Limits.index_bytes = {self._limit} bytes", path=self.path)
-        stored = BoundedRange.between(location.offset, location.offset + location.size)
-        data = self._files.read(location.file, stored, context._replace(leaf=None))
-        if data is None:
-            raise CorruptCheckpointError("the data file is missing", path=f"{self.path}/{location.file}")
+        data = self._read(location.file, location.offset, location.offset + location.size, context._replace(leaf=None))
         decoded = self._decoded(_FETCHED, data, f"btreenode::{_FETCHED}:0:{location.size}")
         if decoded["height"] != height:
             raise CorruptCheckpointError(f"{_DOING}: a node of another height", path=self.path)
@@ -210,27 +202,3 @@ class OcdbtValues(Values):
         if "/".join(split_name(file, path=self.path)) != file:
             raise UnsafeCheckpointError(f"the file name {file!r} is not in its shortest form", path=self.path)
         return ValueLocation(file, int(offset), int(size))
-
-
-class LocalValues(Values):
-    """The files of a local database, each a value."""
-
-    def __init__(self, path: str, open_file: Callable[[str], StoredFile]):
-        """Takes the directory, for errors, and a function that opens its files."""
-        self.path: str = path
-        self._open_file = open_file
-
-    def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        try:
-            file = self._open_file(key)
-        except CheckpointNotFoundError:
-            return None
-        stop = file.size if wanted.stop is None else wanted.stop
-        if stop - wanted.start > wanted.most:
-            raise LimitExceededError(
-                f"more bytes than the limit of {wanted.most} permits", path=file.path, leaf=context.leaf
-            )
-        if stop > file.size:
-            raise CorruptCheckpointError(f"ends before byte {stop}", path=file.path, leaf=context.leaf)
-        # One process of a job opens for all: these bytes are recorded.
-        return bytes(file.read(wanted.start, stop - wanted.start, leaf=context.leaf))

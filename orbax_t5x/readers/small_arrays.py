@@ -22,16 +22,16 @@ import numpy as np
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.windows import MAX_GAP_BYTES
-from orbax_t5x.lazy.box import Box, box_slices, intersect, slices_within
+from orbax_t5x.lazy.box import Box, intersect, slices_within
 from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, Request
 from orbax_t5x.lazy.read_stats import ReadStats
-from orbax_t5x.readers.array_layout import ArrayLayout
 from orbax_t5x.readers.box_sums import BoxSums
-from orbax_t5x.readers.chunk_grid import chunk_boxes
-from orbax_t5x.readers.fetched_array import SHARD_ENTRY_BYTES, FetchedArray, UnopenedArray, most_encoded, only_chunk
+from orbax_t5x.readers.chunk_grid import ArrayLayout, chunk_boxes
+from orbax_t5x.readers.fetched_array import SHARD_ENTRY_BYTES, FetchedArray, Sharding, most_encoded
+from orbax_t5x.readers.leaves import OpenFlag
 from orbax_t5x.readers.ocdbt_values import OcdbtValues, ValueLocation
-from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.ranges.scatter import as_stored
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 
@@ -49,51 +49,44 @@ class ArrayKind(NamedTuple):
     Attributes:
       layout: of each.
       keys, boxes: of all chunks, below the array's name.
-      places: of each chunk's elements in the array, and in the chunk, which may end outside the array.
       is_rows: whether the chunks, stacked, are the array.
       is_compressed: whether chunks are zstd frames; else they are elements.
-      shard: the settings of shards that hold one chunk each, or None.
+      sharding: shards that hold one chunk each, or None.
+      most: bytes that a chunk may have as it is stored.
     """
 
     layout: ArrayLayout
     keys: tuple[str, ...]
     boxes: tuple[Box, ...]
-    places: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
     is_rows: bool
     is_compressed: bool
-    shard: Mapping[str, Any] | None
+    sharding: Sharding | None
+    most: int
 
     @classmethod
     def of(cls, array: FetchedArray) -> ArrayKind | None:
-        """Returns the kind of an array, or None.
-
-        None: TensorStore is to read it.
-        """
+        """Returns the kind of an array, or None."""
         layout = array.layout
-        shape, chunk = layout.shape, layout.chunk or layout.shape
+        shape, chunk, sharding = layout.shape, layout.chunk, array.sharding
         counts = [-(-size // side) for size, side in zip(shape, chunk, strict=True)]
         count = math.prod(counts)
-        codecs = _codecs(array.metadata if array.sharding is None else array.sharding)
+        codecs = _codecs(array.metadata if sharding is None else {"codecs": sharding.codecs})
         is_small = count <= _MOST_CHUNKS and count * array.chunk_bytes <= _SMALL_BYTES
         if codecs not in ([], ["zstd"]) or not is_small or layout.shard != layout.chunk or not as_stored(layout.dtype):
             return None
-        indices = itertools.product(*map(range, counts))
+        keys = tuple(map(array.keys.key, itertools.product(*map(range, counts))))
         boxes = tuple(chunk_boxes(tuple([(0, size) for size in shape]), chunk))
-        places = tuple([(box_slices(box), tuple([slice(0, high - low) for low, high in box])) for box in boxes])
         is_rows = chunk[1:] == shape[1:] and (not shape or shape[0] % chunk[0] == 0)
-        return cls(layout, tuple(map(array.keys.key, indices)), boxes, places, is_rows, bool(codecs), array.sharding)
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        """The shape of a chunk."""
-        return self.layout.chunk or self.layout.shape
+        most = most_encoded(array.chunk_bytes + SHARD_ENTRY_BYTES)
+        return cls(layout, keys, boxes, is_rows, bool(codecs), sharding, most)
 
     def decoded(self, values: Sequence[bytes]) -> np.ndarray:
         """Decodes chunks, stacked."""
-        size = math.prod(self.chunk_shape) * self.layout.dtype.itemsize
+        shape, dtype = self.layout.chunk, self.layout.dtype
+        size = math.prod(shape) * dtype.itemsize
         memory = np.empty((len(values), size), np.uint8)
-        if self.shard is not None:
-            values = [only_chunk(value, self.shard) for value in values]
+        if self.sharding is not None:
+            values = [self.sharding.only_chunk(value) for value in values]
         # A call costs more than a small chunk. Frames of a declared size, which is compared, are one stream.
         is_stream = self.is_compressed and all([_content_size(value) == size for value in values])
         pieces = [(b"".join(values), memory)] if is_stream else list(zip(values, memory, strict=True))
@@ -109,7 +102,7 @@ class ArrayKind(NamedTuple):
                     raise ValueError(f"a chunk cannot be decompressed to {size} bytes: {error}") from None
             if found != out.size:
                 raise ValueError(f"chunks have {found} bytes, and must have {out.size}")
-        return memory.view(self.layout.dtype).reshape(len(values), *self.chunk_shape)
+        return memory.view(dtype).reshape(len(values), *shape)
 
 
 def _content_size(frame: bytes) -> int | None:
@@ -134,9 +127,8 @@ def _codecs(metadata: Mapping[str, Any]) -> list[str] | None:
 class SmallArray(NamedTuple):
     """Array with its kind, its chunks and their file.
 
-    Chunks are values or their places.
-
     Attributes:
+      values: the chunks, or their places.
       extent: the bytes of the file that hold the chunks, none if all are in the tree; or None if others are among them.
       open: opens it in TensorStore.
     """
@@ -147,24 +139,25 @@ class SmallArray(NamedTuple):
     extent: FileExtent | None
     open: Callable[[], FetchedArray]
 
-    @property
-    def layout(self) -> ArrayLayout:
-        """The layout."""
-        return self.kind.layout
-
 
 class SmallArrays:
     """Finder of the small arrays of a database."""
 
-    def __init__(self, values: OcdbtValues, open_array: Callable[[str, str], FetchedArray], metadata: str):
+    def __init__(
+        self, values: OcdbtValues, open_array: Callable[[str, str], FetchedArray], metadata: str, limits: Limits
+    ):
         """Takes the database, an array opener and the metadata's name."""
         self._values = values
         self._open_array = open_array
         self._metadata = metadata
+        self._limits = limits
         self._kinds: dict[bytes, ArrayKind | None] = {}
 
     def find(self, name: str, leaf: str) -> SmallArray | None:
-        """Returns an array, or None."""
+        """Returns an array, or None.
+
+        None: TensorStore is to read it, or to find its fault.
+        """
         prefix = f"{name}/" if name else ""
         opened = partial(self._open_array, name, leaf)
         try:
@@ -172,20 +165,24 @@ class SmallArrays:
             if not isinstance(data, bytes):
                 return None
             if data not in self._kinds:
-                self._kinds[data] = ArrayKind.of(opened())
+                array = opened()
+                self._limits.require_shape(array.layout.shape, array.layout.dtype)
+                self._kinds[data] = ArrayKind.of(array)
             kind = self._kinds[data]
             return None if kind is None else self._placed(kind, prefix, opened)
         except (CheckpointError, ValueError, NotImplementedError):
             return None
 
     def _placed(self, kind: ArrayKind, prefix: str, opened: Callable[[], FetchedArray]) -> SmallArray | None:
-        """Returns the array with a key prefix, or None."""
-        most = most_encoded(math.prod(kind.chunk_shape) * kind.layout.dtype.itemsize + SHARD_ENTRY_BYTES)
+        """Returns the array with a key prefix, or None.
+
+        None: a chunk is absent, too long or far from the other chunks.
+        """
         values: list[bytes | ValueLocation] = []
         beside: list[ValueLocation] = []
         for key in kind.keys:
             value = self._values.find(prefix + key)
-            if value is None or (len(value) if isinstance(value, bytes) else value.size) > most:
+            if value is None or (len(value) if isinstance(value, bytes) else value.size) > kind.most:
                 return None
             values.append(value)
             if not isinstance(value, bytes):
@@ -209,8 +206,7 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
     __slots__ = ("_small",)
 
     def __init__(self, name: str, path: str, small: SmallArray, flag: OpenFlag, **options: Any):
-        """Makes the leaf."""
-        super().__init__(name, path, UnopenedArray(small.layout, small.open), flag, **options)
+        super().__init__(name, path, small.kind.layout, small.open, flag, **options)
         self._small = small
 
     @property
@@ -241,8 +237,8 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
 
     def _fill_all(self, requests: Sequence[Request]) -> None:
         kind, values, file, *_ = self._small
-        whole = [out for _, out in requests if out.shape == self.shape]
-        parts = [request for request in requests if request.out.shape != self.shape]
+        whole = [out for _, out in requests if kind.is_rows and out.shape == self.shape]
+        parts = requests if not whole else [one for one in requests if one.out.shape != self.shape]
         numbers: Sequence[int] = range(len(values))
         if not whole:
             overlap = [any(intersect(box, one.box) is not None for one in parts) for box in kind.boxes]
@@ -251,11 +247,7 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
             return
         chunks = kind.decoded([self._value(values[number], file) for number in numbers])
         for out in whole:
-            if kind.is_rows:
-                out[...] = chunks.reshape(self.shape)
-                continue
-            for chunk, (place, inside) in zip(chunks, kind.places, strict=True):
-                out[place] = chunk[inside]
+            out[...] = chunks.reshape(self.shape)
         for box, out in parts:
             for number, chunk in zip(numbers, chunks, strict=True):
                 if (common := intersect(box, kind.boxes[number])) is not None:

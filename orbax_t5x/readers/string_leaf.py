@@ -15,7 +15,7 @@ from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
-from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.leaves import OpenFlag
 
 
 class StringLeaf(Leaf):

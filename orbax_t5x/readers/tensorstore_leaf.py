@@ -29,12 +29,10 @@ from orbax_t5x.files.memory import UNCHECKED_BYTES, empty_array, naming_memory_e
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, shift
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.array_layout import ArrayLayout, layout_of
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare_box_sums, row_boxes, sums_of
-from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, requests_by_chunk
-from orbax_t5x.readers.fetched_array import FetchedArray, UnopenedArray
-from orbax_t5x.readers.fetched_reads import read_fetched
-from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.chunk_grid import ArrayLayout, chunk_boxes, count_chunks, requests_by_chunk
+from orbax_t5x.readers.fetched_array import FetchedArray
+from orbax_t5x.readers.leaves import OpenFlag
 from orbax_t5x.readers.stored_chunks import ChunkKeys, StoredChunks
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
@@ -61,7 +59,6 @@ class TensorStoreLeaf(Leaf):
         "_chunk_bytes",
         "_files",
         "_open",
-        "_open_array",
         "_stored",
         "_sums",
         "chunks",
@@ -79,11 +76,11 @@ class TensorStoreLeaf(Leaf):
         self,
         name: str,
         path: str,
-        array: ts.TensorStore | FetchedArray | UnopenedArray,
+        layout: ArrayLayout,
+        array: ts.TensorStore | FetchedArray | Callable[[], ts.TensorStore | FetchedArray],
         flag: OpenFlag,
         *,
         prng_impl: str | None = None,
-        layout: ArrayLayout | None = None,
         sums: BoxSums | CheckpointError | None = None,
         absent_is_fill: bool = False,
         inline_bytes: int = 0,
@@ -93,7 +90,6 @@ class TensorStoreLeaf(Leaf):
         """Makes the leaf of an array; called by readers."""
         self.name: str = name
         self.path: str = path
-        layout = layout or layout_of(array)
         chunk, shard = layout.chunk, layout.shard
         self.shape: tuple[int, ...] = layout.shape
         self.dtype: np.dtype = layout.dtype
@@ -111,12 +107,7 @@ class TensorStoreLeaf(Leaf):
             self.error = error_at(error, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
         self._sums: BoxSums | CheckpointError | None = self._usable(sums)
-        self._array: ts.TensorStore | FetchedArray | None = None
-        self._open_array: Callable[[], ts.TensorStore | FetchedArray] | None = None
-        if isinstance(array, UnopenedArray):
-            self._open_array = array.open
-        else:
-            self._array = array
+        self._array: ts.TensorStore | FetchedArray | Callable[[], ts.TensorStore | FetchedArray] = array
         self._open = flag
         self._files = files
         self._stored: StoredChunks | None = None
@@ -141,11 +132,13 @@ class TensorStoreLeaf(Leaf):
         return array.array if isinstance(array, FetchedArray) else array
 
     def _opened(self) -> ts.TensorStore | FetchedArray:
-        """Returns the array, opened at the first call."""
+        """Returns the array, opened at the first call.
+
+        Two threads that both open it do no harm.
+        """
         array = self._array
-        if array is None:
-            assert self._open_array is not None
-            array = self._array = self._open_array()
+        if not isinstance(array, (ts.TensorStore, FetchedArray)):
+            array = self._array = array()
         return array
 
     def _usable(self, sums: BoxSums | CheckpointError | None) -> BoxSums | CheckpointError | None:
@@ -267,7 +260,7 @@ class TensorStoreLeaf(Leaf):
         array = self._opened()
         if isinstance(array, FetchedArray):
             is_near = self._files.clock is not None and self._files.clock.is_near
-            await read_fetched(array, requests, self.name, decoding, is_near=is_near)
+            await array.read(requests, self.name, decoding, is_near=is_near)
             return
         count = 1 if chunks == self.shape else count_chunks([box for box, _ in requests], chunks)
         at_once = self._chunk_bytes * min(count, FILE_IO_CONCURRENCY)

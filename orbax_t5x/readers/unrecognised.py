@@ -19,13 +19,13 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.paths import LEADS_OUT
 from orbax_t5x.files.places import files_at
+from orbax_t5x.files.schemes import FILE_SUFFIXES
 from orbax_t5x.readers.detect.foreign import foreign_format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.format import Format
 from orbax_t5x.readers.orbax.steps import finished_steps, step_of_name
 from orbax_t5x.text.wording import listed
 
-_FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
 # A model of the Hugging Face hub: an organisation and a name.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # A URL of which a slash was lost, by a shell's or a path's join.
@@ -60,7 +60,7 @@ def missing_error(path: str, text: str) -> CheckpointError:
 
 def _missing_remotely(url: str, message: str) -> CheckpointError:
     """Makes the same error for a URL."""
-    if files_at(url).can_list or os.path.splitext(url)[1] in _FILE_SUFFIXES:
+    if files_at(url).can_list or os.path.splitext(url)[1] in FILE_SUFFIXES:
         return CheckpointNotFoundError(message, path=url)
     return UnsupportedCheckpointError(
         "nothing of a checkpoint is here, and web servers do not list their files: of a root, open a step by its own "

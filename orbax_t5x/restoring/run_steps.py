@@ -23,7 +23,7 @@ from orbax_t5x.files.places import opening
 from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata
 from orbax_t5x.provenance.runs import RunKey, StepMarker
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
-from orbax_t5x.readers.orbax.custom_metadata import read_custom_metadata
+from orbax_t5x.readers.orbax.metadata import read_custom_metadata
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, TEMPORARY_MARK, step_of_name
 
 # Steps that are read at the same time. More would read steps in vain, since the newest older step mostly has a record;

@@ -35,7 +35,7 @@ from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import Root
-from orbax_t5x.files.values import NO_BYTES, BoundedRange
+from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
 from orbax_t5x.readers.ranges.byte_runs import WindowGrid, union_runs
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from orbax_t5x.readers.tf_bundle.sstable import Table

@@ -6,7 +6,7 @@ from typing import Any, cast
 import urllib3
 
 from orbax_t5x.extras.web.web_response import BoundedResponse, WebResponse
-from orbax_t5x.files.values import BoundedRange
+from orbax_t5x.files.ranges import BoundedRange
 
 
 class _Received(io.RawIOBase):

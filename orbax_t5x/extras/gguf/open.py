@@ -27,9 +27,9 @@ from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 

@@ -16,8 +16,8 @@ from orbax_t5x.extras.npz.header import LONGEST_FIXED_BYTES, header_bytes, parse
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import DEFLATED, STORED, Archive
 

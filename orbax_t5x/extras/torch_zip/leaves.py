@@ -12,9 +12,8 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, Unsup
 from orbax_t5x.extras.torch_zip.values import WITHOUT_NUMPY, Name, Node, Opaque, TensorNode, Tuple, itemsize_of
 from orbax_t5x.files.limits import Limits, MetadataBudget
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf
-from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.leaves import BrokenLeaf, OpenFlag
 from orbax_t5x.readers.ranges.strided import has_overlaps, last_element
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.zip_leaf import ZipLeaf

@@ -22,7 +22,7 @@ from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
-from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.leaves import OpenFlag
 from orbax_t5x.readers.zip_members import Archive
 
 INDEX_SUFFIX = ".bin.index.json"

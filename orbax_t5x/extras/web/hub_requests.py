@@ -14,8 +14,8 @@ from orbax_t5x.extras.web.web_answer import PAGE_BYTES
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import WebResponse
 from orbax_t5x.extras.web.web_server import WebServer
+from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.response_clock import ResponseClock
-from orbax_t5x.files.values import BoundedRange
 
 _Result = TypeVar("_Result")
 

@@ -26,8 +26,8 @@ from orbax_t5x.extras.web.web_answer import range_header, read_answer
 from orbax_t5x.extras.web.web_pool import EXCHANGE, Exchange, find_route
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import PassingError, WebResponse
+from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.response_clock import ResponseClock
-from orbax_t5x.files.values import BoundedRange
 
 _Result = TypeVar("_Result")
 

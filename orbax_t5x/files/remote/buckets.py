@@ -12,11 +12,11 @@ from typing import Any, cast
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.transport import PendingResponse, Response
 from orbax_t5x.files.remote.versions import Version
 from orbax_t5x.files.request_settings import REQUEST_SETTINGS
 from orbax_t5x.files.schemes import Scheme, lower_scheme, split_url
-from orbax_t5x.files.values import BoundedRange
 
 # Server of a bucket of Amazon's protocol; TensorStore requires a region then, and any will do.
 _S3_ENDPOINT = "AWS_ENDPOINT_URL"

@@ -23,13 +23,13 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.files.places import current_opening, current_recorder
+from orbax_t5x.files.ranges import NO_BYTES, BoundedRange, ReadContext
 from orbax_t5x.files.remote.request_errors import is_beyond_end, is_no_file, remote_error
 from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, Transport
 from orbax_t5x.files.remote.versions import Version
 from orbax_t5x.files.response_clock import ResponseClock
 from orbax_t5x.files.schemes import Scheme, scheme_of
 from orbax_t5x.files.transcript import Transcript
-from orbax_t5x.files.values import NO_BYTES, BoundedRange, ReadContext
 
 _Result = TypeVar("_Result")
 

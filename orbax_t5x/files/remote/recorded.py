@@ -9,10 +9,10 @@ import concurrent.futures
 from typing import Any
 
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, Transport
 from orbax_t5x.files.remote.versions import Version
 from orbax_t5x.files.transcript import Transcript
-from orbax_t5x.files.values import BoundedRange
 
 
 class RecordedTransport:

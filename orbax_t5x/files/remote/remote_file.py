@@ -28,13 +28,13 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     for_caller,
 )
+from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget
 from orbax_t5x.files.remote.request_errors import is_beyond_end, remote_error
 from orbax_t5x.files.remote.transport import Response
 from orbax_t5x.files.remote.versions import NO_VERSION, Version
 from orbax_t5x.files.request_settings import REQUESTS_AT_ONCE
 from orbax_t5x.files.transcript import Viewpoint
-from orbax_t5x.files.values import BoundedRange
 from orbax_t5x.files.windows import held_bytes, is_held
 
 _Versioned = TypeVar("_Versioned", Response, FileStat)

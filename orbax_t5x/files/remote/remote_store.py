@@ -16,11 +16,11 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.files.paths import split_name
+from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.remote.connection import connect
 from orbax_t5x.files.remote.remote_file import OpenState, RemoteFile
 from orbax_t5x.files.remote.request_errors import is_denied, remote_error
-from orbax_t5x.files.remote.values import DirectoryValues
-from orbax_t5x.files.values import Values
+from orbax_t5x.files.schemes import FILE_SUFFIXES
 
 # Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket
 # lists every chunk of every array, so these are statted first, all in one batch.
@@ -36,9 +36,6 @@ KNOWN_NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-
-# Names of files of all formats: no directory is imagined under them.
-FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
 
 
 class RemoteFiles(Files):
@@ -196,6 +193,9 @@ class RemoteFiles(Files):
             raise CheckpointNotFoundError("no such file", path=self.join(name))
         return data
 
+    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        return self.connection.read(self.key(name, leaf=context.leaf), wanted, context)
+
     def file(self, name: str, *, leaf: str | None = None) -> RemoteFile:
         return self._file(self.key(name, leaf=leaf), name, leaf)
 
@@ -226,11 +226,11 @@ class RemoteFiles(Files):
 
     # -- what TensorStore reads by itself
 
-    def kvstore(self, name: str) -> dict[str, Any] | Values:
+    def kvstore(self, name: str) -> dict[str, Any] | None:
         # If processes share an opening, our own requests can be shared, and TensorStore's cannot.
         kvstore = self.connection.scheme.kvstore
         if kvstore is None or self.connection.transcript is not None:
-            return DirectoryValues(self.connection, self.key(name))
+            return None
         spec = kvstore(self.connection.base)
         return {**spec, "path": spec["path"] + self.key(name)}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.versions import Version
-from orbax_t5x.files.values import BoundedRange
 
 
 class Response(NamedTuple):

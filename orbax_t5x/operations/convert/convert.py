@@ -32,7 +32,7 @@ from orbax_t5x.operations.convert.destination import Destination, LocalDestinati
 from orbax_t5x.operations.convert.job import FORMATS, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.readers import Checkpoint, Limits
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.registry import Registry
 from orbax_t5x.restoring.api import plan_of
 from orbax_t5x.restoring.chains import Transforms, chain_of

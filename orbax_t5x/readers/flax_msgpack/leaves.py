@@ -25,8 +25,8 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import FileExtent, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText, most_leaves, too_many
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.extents import ByteExtent, JoinedExtents
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, RangeLeaf
@@ -40,6 +40,8 @@ _FREE_NAME_BYTES = 1 << 20
 _END: tuple[None, Node] = (None, None)
 # Under which Flax's functions kept arrays beside the file.
 _BESIDE = b"//GDAPlaceholder:"
+# How texts of early Orbax refer to arrays.
+_PLACEHOLDER = b"PLACEHOLDER://"
 
 
 def named_nodes(
@@ -207,3 +209,24 @@ class TextLeaf(RangeLeaf):
         for _, out in requests:
             out[...] = value
         stats.count(self._size)
+
+
+def is_early_item(tree: dict[str, Node]) -> bool:
+    """Tests if a msgpack tree's leaf refers to an Orbax array."""
+    stack: list[Node] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
+        elif placeholder(node) is not None:
+            return True
+    return False
+
+
+def placeholder(node: Node) -> str | None:
+    """Returns the name of a node's array, or None."""
+    if isinstance(node, StoredText) and node.short is not None and node.short.startswith(_PLACEHOLDER):
+        return node.short[len(_PLACEHOLDER) :].decode(errors="replace")
+    return None

@@ -16,11 +16,10 @@ from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
-from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
+from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes, placeholder
 from orbax_t5x.readers.flax_msgpack.open import open_state_file
-from orbax_t5x.readers.flax_msgpack.placeholders import placeholder
 from orbax_t5x.readers.flax_msgpack.walk import Node as WalkedNode
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorstore as ts
 
@@ -27,13 +27,11 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import Files, Snapshot
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.values import Values
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.array_layout import layout_of
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.chunk_grid import ArrayLayout
 from orbax_t5x.readers.fetched_array import FetchedArray
+from orbax_t5x.readers.leaves import BrokenLeaf, OpenFlag
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
-from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.keys import array_key, inside
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
@@ -55,10 +53,7 @@ class NamedNode(NamedTuple):
     node: NodeMetadata
 
 
-_OpeningArray = tuple[
-    Snapshot, "SmallArray | ts.Future[ts.TensorStore] | concurrent.futures.Future[FetchedArray | SmallArray]"
-]
-"""The files of an array as they were before it was opened, and the opening."""
+_Opening: TypeAlias = "SmallArray | ts.Future[ts.TensorStore] | concurrent.futures.Future[FetchedArray | SmallArray]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +73,10 @@ class ItemArrays:
     prng_impls: Mapping[str, str]
     plain_directories: frozenset[str]
     sums: ItemSums
-    values: OcdbtValues | None = None
+    values: OcdbtValues | None
+    context: ts.Context
+    flag: OpenFlag
+    limits: Limits
 
     @property
     def array_metadata(self) -> str:
@@ -87,74 +85,57 @@ class ItemArrays:
 
     @property
     def absent_is_fill(self) -> bool:
-        """True if a chunk may be absent."""
+        """True if a chunk may be absent.
+
+        Zarr v2 arrays of Orbax have no fill value, so each chunk is stored.
+        """
         return self.metadata.absent_is_fill and self.metadata.use_zarr3
 
-    def open(
-        self, nodes: Sequence[NamedNode], *, context: ts.Context, flag: OpenFlag, limits: Limits
-    ) -> Iterator[Leaf]:
+    def open(self, nodes: Sequence[NamedNode]) -> Iterator[Leaf]:
         """Yields the leaves of all nodes, in their order."""
-        directory = self.root.kvstore(self.name)
-        if self.values is not None and not isinstance(directory, dict):
-            directory = self.values
         small: SmallArrays | None = None
         if self.values is not None:
-            opened = partial(self._fetched, self.values, context, limits)
-            small = SmallArrays(self.values, opened, self.array_metadata)
+            small = SmallArrays(self.values, self._fetched, self.array_metadata, self.limits)
+        kvstore = self.root.kvstore(self.name)
         for start in range(0, len(nodes), _OPENING_AT_ONCE):
             some = nodes[start : start + _OPENING_AT_ONCE]
             if self.database is None:
                 directories = [inside(self.name, array_key(named.node.param)) for named in some]
                 self.root.stat_ahead([inside(directory, self.array_metadata) for directory in directories])
-            opening = [self._start(named, directory, small, context, limits) for named in some]
+            opening = [self._start(named, kvstore, small) for named in some]
             for named, begun in zip(some, opening, strict=True):
-                yield self._finish(named, begun, flag, limits)
+                yield self._finish(named, begun)
 
-    def _fetched(self, values: Values, context: ts.Context, limits: Limits, key: str, leaf: str) -> FetchedArray:
+    def _fetched(self, key: str, leaf: str) -> FetchedArray:
         """Opens an array with chunks fetched by us."""
+        values, name = (self.root, inside(self.name, key)) if self.values is None else (self.values, key)
         zarr3, absent_is_fill = self.metadata.use_zarr3, self.absent_is_fill
-        return FetchedArray(
-            values, key, zarr3=zarr3, absent_is_fill=absent_is_fill, context=context, leaf=leaf, limits=limits
-        )
+        options: dict[str, Any] = {"zarr3": zarr3, "absent_is_fill": absent_is_fill, "limits": self.limits}
+        return FetchedArray(values, name, context=self.context, leaf=leaf, **options)
 
     def _start(
-        self,
-        named: NamedNode,
-        directory: Mapping[str, Any] | Values,
-        small: SmallArrays | None,
-        context: ts.Context,
-        limits: Limits,
-    ) -> _OpeningArray | CheckpointError:
-        """Begins to open an array."""
+        self, named: NamedNode, kvstore: Mapping[str, Any] | None, small: SmallArrays | None
+    ) -> tuple[Snapshot, _Opening] | CheckpointError:
+        """Begins to open an array; returns its files as they were before."""
+        key = array_key(named.node.param)
         try:
             files = self._files(named) if self.database is None else self.database
-            key, zarr3 = array_key(named.node.param), self.metadata.use_zarr3
-
-            def opened() -> FetchedArray | SmallArray:
-                """Finds an array of a web server, or opens it."""
-                found = None if small is None else small.find(key, named.name)
-                assert not isinstance(directory, Mapping)
-                return found or self._fetched(directory, context, limits, key, named.name)
-
-            if not isinstance(directory, Mapping):
-                return files, waiting_pool().submit(opened)
+            if kvstore is None:
+                find = small.find if small else lambda key, leaf: None
+                return files, waiting_pool().submit(lambda: find(key, named.name) or self._fetched(key, named.name))
             if small is not None and (found := small.find(key, named.name)) is not None:
                 return files, found
-            spec = array_spec(
-                directory, key, ocdbt=self.database is not None, zarr3=zarr3, absent_is_fill=self.absent_is_fill
-            )
-            return files, self._begin_opening(spec, context)
+            is_ocdbt, zarr3 = self.database is not None, self.metadata.use_zarr3
+            spec = array_spec(kvstore, key, ocdbt=is_ocdbt, zarr3=zarr3, absent_is_fill=self.absent_is_fill)
+            known = self.root.known_metadata(spec["kvstore"])
+            if known is None:
+                return files, ts.open(spec, open=True, read=True, context=self.context)
+            spec["metadata"] = known
+            return files, ts.open(spec, open=True, assume_metadata=True, read=True, context=self.context)
         except CheckpointError as error:
             return error
         except ValueError as error:
             return self._typed(error, named)
-
-    def _begin_opening(self, spec: dict[str, Any], context: ts.Context) -> ts.Future[ts.TensorStore]:
-        """Begins to open an array, from its metadata if they are known."""
-        known = self.root.known_metadata(spec["kvstore"])
-        if known is None:
-            return ts.open(spec, open=True, read=True, context=context)
-        return ts.open({**spec, "metadata": known}, open=True, assume_metadata=True, read=True, context=context)
 
     def _typed(self, error: Exception, named: NamedNode) -> CheckpointError:
         return typed_error(
@@ -174,34 +155,32 @@ class ItemArrays:
                 "the directory of its array is missing", path=self.root.join(inner), leaf=named.name
             ) from None
 
-    def _finish(self, named: NamedNode, begun: _OpeningArray | CheckpointError, flag: OpenFlag, limits: Limits) -> Leaf:
+    def _finish(self, named: NamedNode, begun: tuple[Snapshot, _Opening] | CheckpointError) -> Leaf:
         """Returns the leaf of an opened array, broken if it failed."""
         if isinstance(begun, CheckpointError):
             return BrokenLeaf(named.name, begun)
         files, opening = begun
+        make: Callable[..., TensorStoreLeaf]
         try:
             array = opening if isinstance(opening, SmallArray) else opening.result()
-            if isinstance(array, ts.TensorStore):
-                self.root.note_array(array)
-        except CheckpointError as error:
-            return BrokenLeaf(named.name, error)
-        except (ValueError, NotImplementedError) as error:
-            return BrokenLeaf(named.name, self._typed(error, named))
-        try:
-            layout = layout_of(array)
-            limits.require_shape(layout.shape, layout.dtype)
+            if isinstance(array, SmallArray):
+                make = partial(SmallArrayLeaf, named.name, self.directory, array)
+            else:
+                if isinstance(array, ts.TensorStore):
+                    self.root.note_array(array)
+                layout = ArrayLayout.of(array) if isinstance(array, ts.TensorStore) else array.layout
+                self.limits.require_shape(layout.shape, layout.dtype)
+                make = partial(TensorStoreLeaf, named.name, self.directory, layout, array)
         except CheckpointError as error:
             return BrokenLeaf(named.name, error_at(error, path=self.directory, leaf=named.name))
-        make = partial(SmallArrayLeaf if isinstance(array, SmallArray) else TensorStoreLeaf, layout=layout)
+        except (ValueError, NotImplementedError) as error:
+            return BrokenLeaf(named.name, self._typed(error, named))
         return make(
-            named.name,
-            self.directory,
-            array,
-            flag,
+            self.flag,
             prng_impl=self.prng_impls.get(named.node.param),
             sums=self.sums.of(named.node.param),
             absent_is_fill=self.absent_is_fill,
             inline_bytes=0 if self.database is None else _INLINE_BYTES,
             files=files,
-            limits=limits,
+            limits=self.limits,
         )

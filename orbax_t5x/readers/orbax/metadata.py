@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LimitExceededError,
@@ -23,10 +24,14 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.places import files_at
 from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, array_key, fault_of_key, inside, key_leads_out
 
 METADATA_FILE = "_METADATA"
+_CUSTOM_KEY = b'"custom_metadata"'
+# Orbax writes `custom_metadata` last, behind some hundred bytes for each leaf. Most records have a few KiB.
+_END_BYTES = 64 << 10
 # Values of `key_type`: what kind of container a key belongs to.
 _SEQUENCE, _DICT = 1, 2
 # Value types of nodes without data, as Python values. A named tuple without fields looks like None.
@@ -283,3 +288,21 @@ def read_strings(root: Files, item: str, params: Sequence[str], limits: Limits) 
             raise CorruptCheckpointError(f"the value of {param[:200]!r} is not a string", path=path)
         strings[param] = value.encode()
     return strings
+
+
+def read_custom_metadata(directory: str) -> dict[str, Any]:
+    """Reads an item's metadata from the end of its file."""
+    files = files_at(directory)
+    end = files.read_end(METADATA_FILE, _END_BYTES)
+    start = end.rfind(_CUSTOM_KEY)
+    path = files.join(METADATA_FILE)
+    if start >= 0:
+        try:
+            # A key further in leaves more brackets closed than opened, which is an error, as a cut value is.
+            return parse_object(b"{" + end[start:], path, allow_nan=True)
+        except CheckpointError:
+            pass
+    is_whole = len(end) < _END_BYTES
+    data = end if is_whole else files.read_whole(METADATA_FILE, limit=Limits().index_bytes)
+    # The metadata of a large tree take long to parse.
+    return parse_object(data, path, allow_nan=True) if _CUSTOM_KEY in data else {}

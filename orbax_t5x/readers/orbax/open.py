@@ -11,9 +11,10 @@ its error; the others can be read.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -29,19 +30,17 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.files.interface import Files, StoredFile
+from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import LEADS_OUT, is_name
 from orbax_t5x.files.places import files_at
 from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
-from orbax_t5x.readers.empty_leaf import EmptyLeaf
-from orbax_t5x.readers.ocdbt_values import LocalValues, OcdbtValues
-from orbax_t5x.readers.open_flag import OpenFlag, close_all
+from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf, OpenFlag, close_all
+from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
@@ -280,14 +279,13 @@ class _OrbaxOpening:
         if ocdbt and files.manifest:
             database = database_files(self._root, item, files)
             kvstore = self._root.kvstore(item)
-            open_file = partial(_open_inside, self._root, item)
-            if not isinstance(kvstore, dict):
-                values = OcdbtValues(kvstore, self._limits, open_file)
-            else:
-                if not self._root.is_remote:
-                    values = _local_values(directory, self._limits, open_file)
-                if values is None:
-                    self._root.checked("database", item, partial(check_database, kvstore, directory, self._context))
+            if kvstore is None:
+                values = OcdbtValues(self._root, item, self._limits)
+            elif not self._root.is_remote:
+                with contextlib.suppress(UnsupportedCheckpointError, LimitExceededError):  # TensorStore may read it
+                    values = OcdbtValues(self._root, item, self._limits)
+            if values is None and kvstore is not None:
+                self._root.checked("database", item, partial(check_database, kvstore, directory, self._context))
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
         texts = [node.param for node in metadata.nodes if node.value_type == "string"]
         strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
@@ -306,9 +304,10 @@ class _OrbaxOpening:
                 arrays.append(named)
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
         opener = ItemArrays(
-            self._root, item, directory, database, metadata, impls, files.plain_directories, sums, values
+            *(self._root, item, directory, database, metadata, impls, files.plain_directories, sums, values),
+            *(self._context, self._flag, self._limits),
         )
-        for leaf in opener.open(arrays, context=self._context, flag=self._flag, limits=self._limits):
+        for leaf in opener.open(arrays):
             self._leaves[leaf.name] = leaf
         return {
             "custom_metadata": metadata.custom_metadata,
@@ -374,18 +373,6 @@ class _OrbaxOpening:
                 self._leaves[full_name] = EmptyLeaf(full_name, directory, shape, dtype)
             except CheckpointError as error:
                 self._leaves[full_name] = BrokenLeaf(full_name, error_at(error, path=directory, leaf=full_name))
-
-
-def _open_inside(files: Files, item: str, name: str) -> StoredFile:
-    return files.file(inside(item, name))
-
-
-def _local_values(directory: str, limits: Limits, open_file: Callable[[str], StoredFile]) -> OcdbtValues | None:
-    """Returns the values of a local database, or None."""
-    try:
-        return OcdbtValues(LocalValues(directory, open_file), limits, open_file)
-    except (UnsupportedCheckpointError, LimitExceededError):
-        return None
 
 
 def _recorded_dtype(name: str) -> np.dtype | None:

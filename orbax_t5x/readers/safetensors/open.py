@@ -17,9 +17,9 @@ from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Un
 from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer, trainer_step
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header, require_end

@@ -29,10 +29,9 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.interface import ArrayDirectory, Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
-from orbax_t5x.readers.fetched_array import FetchedArray, UnopenedArray
+from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.flax_msgpack.walk import Node
-from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.leaves import BrokenLeaf, OpenFlag
 from orbax_t5x.readers.t5x.specs import ArraySpec, parse_spec
 from orbax_t5x.readers.t5x.zarr_metadata import METADATA_FILE, ZarrMetadata, parse_zarr_metadata
 from orbax_t5x.readers.tensorstore_errors import typed_error
@@ -90,7 +89,7 @@ class ZarrArrays:
             limit = self._limits.json_bytes
             found = self._root.array_directory(spec.directory, METADATA_FILE, limit=limit, leaf=name)
             self._claim(found, spec, name)
-            return self._open(name, found, self._metadata(found, spec, name))
+            return self._open(name, spec, found, self._metadata(found, spec, name))
         except (CheckpointNotFoundError, CheckpointGoneError):
             error = CorruptCheckpointError(
                 "the directory of its array, or the metadata in it, is missing",
@@ -135,7 +134,7 @@ class ZarrArrays:
                 )
         return metadata
 
-    def _open(self, name: str, found: ArrayDirectory, metadata: ZarrMetadata) -> Leaf:
+    def _open(self, name: str, spec: ArraySpec, found: ArrayDirectory, metadata: ZarrMetadata) -> Leaf:
         as_bfloat16 = metadata.dtype == np.uint16
         if as_bfloat16 and self._version > _LAST_UINT16_VERSION:
             raise UnsupportedCheckpointError(
@@ -144,35 +143,35 @@ class ZarrArrays:
                 path=found.path,
                 leaf=name,
             )
-        array = self._array(name, found, metadata, as_bfloat16)
+        layout = metadata.bfloat16_layout if as_bfloat16 else metadata.layout
+        array = opened = partial(self._open_array, name, spec, found, metadata, as_bfloat16)
+        # TensorStore accepts arrays that differ only in sizes alike: the others open when they are read.
+        if metadata.kind not in self._accepted:
+            array = opened()
+            if metadata.kind is not None:
+                self._accepted.add(metadata.kind)
         is_filled = metadata.fill_value is not None
         return TensorStoreLeaf(
-            name, found.path, array, self._flag, absent_is_fill=is_filled, files=found.files, limits=self._limits
+            name,
+            found.path,
+            layout,
+            array,
+            self._flag,
+            absent_is_fill=is_filled,
+            files=found.files,
+            limits=self._limits,
         )
 
-    def _array(
-        self, name: str, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
-    ) -> ts.TensorStore | FetchedArray | UnopenedArray:
-        """Returns an array that opens when it is read."""
-        layout, kind = metadata.bfloat16_layout if as_bfloat16 else metadata.layout, metadata.kind
-        unopened = UnopenedArray(layout, partial(self._open_array, name, found, metadata, as_bfloat16))
-        if kind in self._accepted:
-            return unopened
-        array = unopened.open()
-        if kind is not None:
-            self._accepted.add(kind)
-        return array
-
     def _open_array(
-        self, name: str, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
+        self, name: str, spec: ArraySpec, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
     ) -> ts.TensorStore | FetchedArray:
         absent_is_fill = metadata.fill_value is not None
         written = metadata.spec(as_bfloat16=as_bfloat16)
         try:
-            if not isinstance(found.kvstore, dict):
+            if found.kvstore is None:
                 return FetchedArray(
-                    found.kvstore,
-                    "",
+                    self._root,
+                    spec.directory,
                     context=self._context,
                     zarr3=False,
                     absent_is_fill=absent_is_fill,

@@ -20,11 +20,10 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
+from orbax_t5x.readers.flax_msgpack.leaves import is_early_item, is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import StateFile, open_state_file
-from orbax_t5x.readers.flax_msgpack.placeholders import is_early_item
 from orbax_t5x.readers.flax_msgpack.walk import Node
-from orbax_t5x.readers.open_flag import OpenFlag, close_all
+from orbax_t5x.readers.leaves import OpenFlag, close_all
 from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, newest_directory, newest_first, step_of_name
 from orbax_t5x.readers.t5x.arrays import ZarrArrays

@@ -21,7 +21,7 @@ import numpy as np
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.strict_json import parse_object
-from orbax_t5x.readers.array_layout import ArrayLayout
+from orbax_t5x.readers.chunk_grid import ArrayLayout
 
 METADATA_FILE = ".zarray"
 _REQUIRED = ("chunks", "compressor", "dtype", "fill_value", "filters", "order", "shape", "zarr_format")

@@ -28,7 +28,7 @@ from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.ranges.sliced_leaf import SlicedLeaf, StoredSlice

@@ -5,8 +5,8 @@ import pytest
 from orbax_t5x.errors import CheckpointIOError, LimitExceededError
 from orbax_t5x.extras.web.web_answer import content_range, range_header, read_answer
 from orbax_t5x.extras.web.web_response import PassingError
+from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
 from orbax_t5x.files.remote.versions import NO_VERSION, Version
-from orbax_t5x.files.values import NO_BYTES, BoundedRange
 from tests.support.sent_bytes import response_of
 
 DATA = b"abcdefghij"

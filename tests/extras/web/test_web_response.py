@@ -7,7 +7,7 @@ import urllib3
 
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.extras.web.web_response import PassingError
-from orbax_t5x.files.values import NO_BYTES, BoundedRange
+from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
 from tests.support.sent_bytes import SentBytes, received, response_of
 
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -4,8 +4,8 @@ import pytest
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
 from orbax_t5x.files.remote.buckets import Bucket
-from orbax_t5x.files.values import NO_BYTES, BoundedRange
 
 FILES = {"a/1": b"0123456789", "a/2/3": b"", "ab": b"x"}
 

@@ -4,11 +4,11 @@ import concurrent.futures
 
 import pytest
 
+from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
 from orbax_t5x.files.remote.recorded import RecordedBucket, RecordedTransport
 from orbax_t5x.files.remote.transport import Response
 from orbax_t5x.files.remote.versions import Version
 from orbax_t5x.files.transcript import Transcript, Viewpoint
-from orbax_t5x.files.values import NO_BYTES, BoundedRange
 
 BASE = "http://host"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError
-from orbax_t5x.readers.orbax.custom_metadata import read_custom_metadata
+from orbax_t5x.readers.orbax.metadata import read_custom_metadata
 
 CUSTOM = {"orbax_t5x": {"provenance": []}}
 LEAF = {"key_metadata": [{"key": "custom_metadata", "key_type": 2}]}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.readers.array_layout import ArrayLayout
+from orbax_t5x.readers.chunk_grid import ArrayLayout
 from orbax_t5x.readers.t5x import arrays
 from orbax_t5x.readers.t5x.zarr_metadata import parse_zarr_metadata
 

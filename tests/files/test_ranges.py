@@ -1,6 +1,6 @@
 """Ranges of bytes, and requests that are given up together."""
 
-from orbax_t5x.files.values import NO_BYTES, BoundedRange, RequestGroup
+from orbax_t5x.files.ranges import NO_BYTES, BoundedRange, RequestGroup
 
 
 class Request:

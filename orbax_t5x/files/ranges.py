@@ -1,4 +1,4 @@
-"""Interface of values by key, each read with a bound."""
+"""Bounded ranges of bytes, and requests that end together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
+
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
 
 
 class BoundedRange(NamedTuple):
@@ -50,10 +52,26 @@ class BoundedRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of requested bytes."""
+        """The number of requested bytes; the bound plus 1 without an end."""
         if self.start < 0:
             return -self.start
         return self.most + 1 if self.stop is None else self.stop - self.start
+
+    def within(self, size: int, what: str, *, path: str, leaf: str | None) -> slice:
+        """Returns the place of the range within so many bytes.
+
+        Raises:
+          CorruptCheckpointError: it ends before the range.
+          LimitExceededError: the range has more bytes than it may.
+        """
+        start = max(0, size + self.start) if self.start < 0 else self.start
+        stop = size if self.stop is None else self.stop
+        if stop > size or start > stop:
+            raise CorruptCheckpointError(f"{what} ends at byte {size}", path=path, leaf=leaf)
+        if stop - start > self.most:
+            message = f"{what} has {stop - start} bytes, more than the {self.most} that it may have"
+            raise LimitExceededError(message, path=path, leaf=leaf)
+        return slice(start, stop)
 
 
 NO_BYTES = BoundedRange(0, 0, 0)
@@ -102,7 +120,7 @@ class ReadContext(NamedTuple):
 
     Attributes:
       leaf: for errors, or None.
-      group: of its requests; None where none of them is given up.
+      group: of its requests; None if they are never given up.
     """
 
     leaf: str | None = None
@@ -111,24 +129,3 @@ class ReadContext(NamedTuple):
 
 ANYONE = ReadContext()
 """Of a read that belongs to no leaf."""
-
-
-class Values(Protocol):
-    """Values by key, read by ranges.
-
-    Attributes:
-      path: the URL that holds them, for errors.
-    """
-
-    path: str
-
-    def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        """Reads bytes of a value, or returns None.
-
-        None: there is no such key.
-
-        Raises:
-          LimitExceededError: there are more bytes than `wanted.most`.
-          CheckpointError: the server failed, or the value ends before `wanted.stop`.
-        """
-        ...

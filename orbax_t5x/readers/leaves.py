@@ -1,0 +1,79 @@
+"""Leaves without bytes of their own, and the flag of a checkpoint.
+
+A broken leaf is listed, and using it raises its error: a checkpoint with one damaged entry still opens, its other
+leaves are restored, and the damaged one is never dropped in silence. An empty leaf has only shape and dtype: Orbax
+stores no such arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from orbax_t5x.errors import CheckpointError, error_at, for_caller
+from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.read_stats import ReadStats
+
+
+class OpenFlag:
+    """State of a checkpoint, open or closed.
+
+    Its leaves share it, so that closing reaches them all.
+    """
+
+    __slots__ = ("closed",)
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        """Makes every later read a ValueError."""
+        self.closed: bool = True
+
+    def check(self, path: str, leaf: str) -> None:
+        """Raises ValueError after `close`."""
+        if self.closed:
+            raise for_caller(ValueError(f"{path}: leaf {leaf!r}: the checkpoint is closed"))
+
+
+def close_all(closers: Iterable[Callable[[], None]]) -> None:
+    """Calls the actions that close parts of a checkpoint."""
+    for close in closers:
+        close()
+
+
+class BrokenLeaf(Leaf):
+    """Leaf of unknown shape and dtype.
+
+    They read as () and object, and a plan that needs it raises `error`.
+
+    Without `is_refused` it can be planned, to be renamed and left out, and only reading it raises the error.
+    """
+
+    def __init__(self, name: str, error: CheckpointError, *, is_refused: bool = True):
+        self.name = name
+        self.path: str = error.path or ""
+        self.shape: tuple[int, ...] = ()
+        self.dtype: np.dtype = np.dtype(object)
+        self.error: CheckpointError | None = error if is_refused else None
+        self._error = error
+
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        raise error_at(self._error, path=self._error.path, leaf=self._error.leaf)
+
+    def __repr__(self) -> str:
+        return f"<BrokenLeaf {self.name!r}: {self._error}>"
+
+
+class EmptyLeaf(Leaf):
+    """Array of size 0 with known shape and dtype."""
+
+    def __init__(self, name: str, path: str, shape: tuple[int, ...], dtype: np.dtype):
+        self.name = name
+        self.path = path
+        self.shape = shape
+        self.dtype = dtype
+
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """Does nothing: every box of it is empty."""
