@@ -62,14 +62,14 @@ class ScaledNode(Node):
 
 def scaled_node(node: Node, scale: Node) -> Node:
     """Scales an array in float32, or float64 for 64-bit inputs."""
-    if math.prod(scale.shape) != 1:
+    if math.prod(scale.shape) != 1 and not (len(node.shape) > 1 and scale.shape == node.shape):
         if len(node.shape) > 1 and scale.shape == (node.shape[0], *(1 for _ in node.shape[1:])):
             # NumPy's rule: a flat scale of as many numbers would be of columns.
             maps = ((0, 1), *(((-1, 0),) * (len(node.shape) - 1)))
             scale = strided(scale, IndexMap((0,) * len(scale.shape), maps, node.shape))
         else:
             raise ValueError(
-                f"a scale is one number, or one for each row (rows, 1), not an array of shape {scale.shape}"
+                f"a scale is one number, one for each row (rows, 1) or element, not an array of shape {scale.shape}"
             )
     for one, kinds in ((node, ("float", "int")), (scale, ("float",))):
         if kind_of(one.dtype) not in kinds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,7 +152,15 @@ def restore(
     with contextlib.ExitStack() as stack:
         if jax.distributed.is_initialized():
             stack.enter_context(_collective_restore(multiprocessing_options))
-        return open_plan(source, target, transforms, options, stack).run(options)
+        begun = time.monotonic()
+        is_primary = jax.process_index() == 0
+        if is_primary:
+            jax.monitoring.record_event("/jax/orbax/read/start")
+        restored = open_plan(source, target, transforms, options, stack).run(options)
+        if is_primary:
+            jax.monitoring.record_event("/jax/orbax/read/success")
+            jax.monitoring.record_event_duration_secs("/jax/orbax/read/total_duration_secs", time.monotonic() - begun)
+        return restored
 
 
 def open_plan(

@@ -1,4 +1,4 @@
-"""Between llama.cpp's names of T5 in GGUF files and Hugging Face's: the arrays are the same."""
+"""Names of llama.cpp's T5, and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OURS = re.compile(r"(?:enc|dec)\..*|token_embd\..*|output\..*")
 
 
 def _names() -> dict[str, str]:
-    """Maps llama.cpp's names to those of Hugging Face's gated T5, with `*` for the number of a layer."""
+    """Maps llama.cpp's names to Hugging Face's gated T5; `*` is a layer."""
     names = {"token_embd.weight": "shared.weight", "output.weight": "lm_head.weight"}
     for tower, short in _TOWERS.items():
         names[f"{short}.output_norm.weight"] = f"{tower}.final_layer_norm.weight"
@@ -37,7 +37,7 @@ def _names() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class NamesOfGguf(Transform):
-    """Renames llama.cpp's names to Hugging Face's; another name of the model is a problem."""
+    """Renames llama.cpp's names to Hugging Face's."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         names = _names()

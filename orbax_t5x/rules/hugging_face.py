@@ -14,7 +14,7 @@ from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import LazyArray, as_view
-from orbax_t5x.rules.embeddings import EMBEDDING, OF_TOWERS, SHARED, EmbeddingsOfTorch, TowerEmbeddings
+from orbax_t5x.rules.embeddings import EMBEDDING, HEAD, OF_TOWERS, SHARED, EmbeddingsOfTorch, TowerEmbeddings
 from orbax_t5x.rules.leaf_table import BIAS, SUBLAYERS, Dimensions, LeafTable, dimensions_of, layer_names
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.relatives import from_hugging_face, relatives_of_t5x, relatives_table, to_hugging_face
@@ -36,7 +36,6 @@ from orbax_t5x.transforms.prefix import rename_leaves
 from orbax_t5x.transforms.state import view_of
 from orbax_t5x.trees.flat import FlatState
 
-_HEAD = "decoder/logits_dense/kernel"
 # Prefixes of T5X's names on the way back.
 ROOT = r"(?:(?:params/)?params/|target/)?"
 _MODEL = r"(?:token_embedder|encoder|decoder)/.*"
@@ -45,7 +44,7 @@ FIXED_NAMES = (
     ("shared.weight", EMBEDDING),
     ("encoder.final_layer_norm.weight", "encoder/encoder_norm/scale"),
     ("decoder.final_layer_norm.weight", "decoder/decoder_norm/scale"),
-    ("lm_head.weight", _HEAD),
+    ("lm_head.weight", HEAD),
 )
 
 
@@ -92,7 +91,7 @@ def _their_leaves() -> LeafTable:
 
 
 def _our_leaves(is_flax: bool) -> LeafTable:
-    """Makes the table of the names of T5X's minimal T5 that Hugging Face's models have, too."""
+    """Makes the table of T5X's names with a counterpart in Hugging Face's."""
     names = [ours for _, ours in (*layer_names(), *FIXED_NAMES)]
     names += [f"{tower}/{layers}{BIAS}" for tower in SUBLAYERS for layers in ("", "layers_*/")]
     names += [] if is_flax else [f"{tower}/{EMBEDDING}" for tower in SUBLAYERS]
@@ -103,7 +102,7 @@ def _our_leaves(is_flax: bool) -> LeafTable:
 # Its name is part of the digests of packs, which checkpoints record: it cannot change.
 @dataclasses.dataclass(frozen=True)
 class _SettleBias(Transform):
-    """The bias of layer 0, where no other layer has one, is the tower's, unless the target has one per layer."""
+    """Moves a single bias of layer 0 to its tower, or repeats it for the target."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         renamed = {
@@ -123,26 +122,26 @@ class _SettleBias(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class _TiedHead(Transform):
-    """The output projection of a file that does not have one.
+    """Fills the output projection of a tied file.
 
     It is the embedding, transposed, if the model does not scale the decoder's output. If it does (T5.1.0) T5X's
-    model has no projection of its own, and a target with one is a mistake.
+    model has no projection, and a target with it is a mistake.
     """
 
     tie_word_embeddings: bool | None
     scale_decoder_outputs: bool | None
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        wanted = target_prefix(target, "") + _HEAD in target
+        wanted = target_prefix(target, "") + HEAD in target
         is_tied = (self.tie_word_embeddings and target) or (self.tie_word_embeddings is None and _is_embedding(state))
-        if _HEAD in state and is_tied and not wanted:
-            return {name: value for name, value in state.items() if name != _HEAD}
-        if _HEAD in state or not wanted or EMBEDDING not in state:
+        if HEAD in state and is_tied and not wanted:
+            return {name: value for name, value in state.items() if name != HEAD}
+        if HEAD in state or not wanted or EMBEDDING not in state:
             return dict(state)
         if self._is_scaled(state, diagnostics):
             diagnostics.problem(
                 "missing",
-                target_prefix(target, "") + _HEAD,
+                target_prefix(target, "") + HEAD,
                 "the checkpoint has no lm_head, because the model uses its embedding for the logits and scales the "
                 "decoder's output (T5.1.0); T5X's model for it has no logits_dense",
                 Fix(
@@ -154,8 +153,8 @@ class _TiedHead(Transform):
         view = view_of(EMBEDDING, state[EMBEDDING], diagnostics)
         if view is None:
             return dict(state)
-        diagnostics.record_origins({_HEAD: (EMBEDDING, "tied: the transpose of the embedding")})
-        return {**state, _HEAD: view.T}
+        diagnostics.record_origins({HEAD: (EMBEDDING, "tied: the transpose of the embedding")})
+        return {**state, HEAD: view.T}
 
     def _is_scaled(self, state: FlatState, diagnostics: Diagnostics) -> bool:
         if self.scale_decoder_outputs is not None:
@@ -163,7 +162,7 @@ class _TiedHead(Transform):
         if self.tie_word_embeddings is False:
             diagnostics.problem(
                 "missing",
-                _HEAD,
+                HEAD,
                 "the checkpoint has no lm_head, although tie_word_embeddings=False means that it is not the embedding",
                 Fix("pass tie_word_embeddings=None to the rule pack, or use a file that has it"),
             )
@@ -177,8 +176,8 @@ class _TiedHead(Transform):
 
 
 def _is_embedding(state: FlatState) -> bool:
-    """Tests if the output projection is the embedding's array in the file, as PyTorch saves tied models."""
-    head, embedding = state.get(_HEAD), state.get(EMBEDDING)
+    """Tests if the projection and the embedding share storage."""
+    head, embedding = state.get(HEAD), state.get(EMBEDDING)
     if not isinstance(head, LazyArray) or not isinstance(embedding, LazyArray):
         return False
     leaves = {leaf for value in (head, embedding) for leaf in as_view(value).leaves()}
@@ -239,7 +238,7 @@ def hf_t5_to_t5x(
 
 @dataclasses.dataclass(frozen=True)
 class _PrefixOfHead(Transform):
-    """The prefix of a T5 below a classifier's head, where no target says which: Transformers gives it one."""
+    """Puts a classifier's T5 below `transformer.`, as Transformers does."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         if target or not any(map(_HEAD_OF_CLASSIFIER.fullmatch, state)):
@@ -257,7 +256,7 @@ def pack_of_hugging_face(
     example: str,
     arguments: Mapping[str, Any],
 ) -> RulePack:
-    """Makes the pack of a function: its own transforms, and those of both formats for relatives, biases and head."""
+    """Makes the pack of a function with transforms common to both formats."""
     prefix, is_flax = arguments["prefix"], "flax" in function
     given = {**arguments, "prefix": None if prefix == "target/" else prefix}
     ours = _our_leaves(is_flax)
@@ -276,7 +275,7 @@ def pack_of_hugging_face(
         _before=(WithoutPrefix(leaves), *before, *from_hugging_face(is_flax=is_flax)),
         _before_back=(
             *(WithoutPrefix(ours), bias_per_tower(MergeWhereWanted), NoScalesWanted()),
-            *(() if is_flax else (EmbeddingsOfTorch(),)),
+            *(() if is_flax else (EmbeddingsOfTorch(arguments["tie_word_embeddings"]),)),
         ),
         _after_back=(
             *to_hugging_face(arguments["encoder_attention_type"], is_flax=is_flax),
@@ -287,13 +286,16 @@ def pack_of_hugging_face(
     )
 
 
-def t5x_to_hf_t5(*, encoder_attention_type: str | None = None) -> RulePack:
+def t5x_to_hf_t5(*, tie_word_embeddings: bool | None = None, encoder_attention_type: str | None = None) -> RulePack:
     """Maps T5X minimal T5 to Hugging Face's names: the inverse of `hf_t5_to_t5x()`.
 
     Optimizer state, step and mutables are dropped. `logits_dense` becomes `lm_head.weight`, also where it was the
     embedding. A model with experts gets Switch's names.
 
     Args:
+      tie_word_embeddings: as the target's config.json has it, for a target with `lm_head.weight` and a T5X model
+        without `logits_dense`, whose logits are the embedding's, scaled: True puts the embedding there, False the
+        embedding with that scale. None: such a target is an error.
       encoder_attention_type: see `hf_t5_to_t5x`.
 
     Example:
@@ -301,7 +303,7 @@ def t5x_to_hf_t5(*, encoder_attention_type: str | None = None) -> RulePack:
       >>> ot.rules.t5x_to_hf_t5()(state, {})
       {'shared.weight': 1, 'encoder.final_layer_norm.weight': 2}
     """
-    inverse = hf_t5_to_t5x(encoder_attention_type=encoder_attention_type).inverse()
-    given = () if encoder_attention_type is None else (("encoder_attention_type", encoder_attention_type),)
-    call = PackCall("t5x_to_hf_t5", given)
+    given = {"tie_word_embeddings": tie_word_embeddings, "encoder_attention_type": encoder_attention_type}
+    inverse = hf_t5_to_t5x(**given).inverse()
+    call = PackCall("t5x_to_hf_t5", tuple((name, value) for name, value in given.items() if value is not None))
     return dataclasses.replace(inverse, name=call.name, _call=call)

@@ -153,6 +153,15 @@ class LeafTable:
             return {}
         return {name: wanted[0] + name.removeprefix(found[0]) for name in self.model(names)}
 
+    def beside(self, names: Iterable[str]) -> tuple[str, list[str]]:
+        """Lists the prefix of the one model, and dotted names beside it."""
+        names = list(names)
+        prefix, *others = self.prefixes(names) or [""]
+        if not self.has_dots or others or not prefix:
+            return "", []
+        near = [name for name in names if "." in name.rpartition("/")[2] and not is_no_parameter(name)]
+        return prefix, [name for name in near if not name.startswith(prefix)]
+
     def refusal(self, state: FlatState, chain: Sequence[Transform], *, allows_adapters: bool) -> Problem | None:
         """Returns why a tree is refused as a whole: several models, or adapters.
 

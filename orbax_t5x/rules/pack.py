@@ -14,7 +14,7 @@ from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.dequantize import MARKER, QUANTIZED_ELSEWHERE, UNKNOWN_FORM, multiplied_by, notes_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.names import Drop
+from orbax_t5x.transforms.names import Drop, Keep
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.patterns.table import compile_pattern
 from orbax_t5x.transforms.prefix import change_between, follow_target, rename_leaves
@@ -239,6 +239,16 @@ class RulePack(Chain):
         self, leaves: LeafTable, state: FlatState, target: FlatState, diagnostics: Diagnostics
     ) -> dict[str, Any]:
         """Returns the model's leaves that the layout cannot have, which stay as they are: problems or a warning."""
+        prefix, beside = ("", []) if target or diagnostics.allows_unmapped else leaves.beside(state)
+        if beside:
+            message = (
+                f"{self.name} would leave {leaves_text(len(beside))} untranslated beside the model below {prefix!r}: "
+                f"{listed(beside, _SHOWN_NAMES)}"
+            )
+            keep = Keep((f"{re.escape(prefix)}.*",))
+            fix = Fix.setting("keep the model: pass {}", transforms=(keep, *(self._whole or (self,))))
+            permit = Fix.setting("pass {} to translate only the model", strict=False)
+            diagnostics.problem("unmapped", None, message, Fix.any_of(fix, permit))
         unfit = leaves.unfit(state)
         if MARKER in leaves.leaves:
             notes = notes_beside(state)

@@ -1,4 +1,4 @@
-r"""PEFT's LoRA adapters of a second source, merged into the base model's leaves or put beside them.
+r"""PEFT's LoRA adapters merged into base leaves, or put beside them.
 
 In PyTorch's layout a Linear's weight is [out, in] and gets `scale * B @ A`, with A [rank, in] and B [out, rank]; an
 Embedding's [V, E] gets `scale * (B @ A).T`. Where the base is T5X's, Linear weights and relative biases are transposed
@@ -34,6 +34,7 @@ _SAVED = re.compile(
 )
 _OF_LORA = re.compile(r".*\.(?:lora_\w+|ia3_\w+|original_module)(?:\..*)?")
 _LAYER = re.compile(r"(?P<tower>encoder|decoder)\.block\.(?P<layer>\d+)\.(?P<rest>.*)")
+_OF_SHARED = re.compile(r"(?:.*[./])?shared[./](?:lora_|modules_to_save[./]|weight$).*")
 _SHOWN_NAMES = 5
 _ADVICE = "check that adapter_config.json, the adapters and the base model belong together"
 
@@ -88,7 +89,7 @@ class _Update:
     names: list[str] = dataclasses.field(default_factory=list)
 
     def factors(self, shape: tuple[int, ...]) -> tuple[View, View] | None:
-        """Returns the two factors with the dimensions of the leaf that they are for; None where there are none.
+        """Returns both factors in the leaf's dimensions, or None.
 
         Raises:
           ValueError: their product has another shape.
@@ -154,7 +155,7 @@ class _Base:
         return None
 
     def axis_of(self, place: _Place) -> int:
-        """Returns the axis of a tower's layers: T5X's default, 1, unless only 0 fits the tower's norms."""
+        """Returns the axis of stacked layers: 1, unless only 0 fits."""
         scales = {name: tuple(leaf.shape) for name, leaf in self.leaves.items() if name.endswith("/scale")}
         widths = {shape[0] for shape in scales.values() if len(shape) == 1}
         stacked = [shape for name, shape in scales.items() if name.startswith(place.tower) and len(shape) == 2]
@@ -164,9 +165,9 @@ class _Base:
 # Its name is part of the digests of packs, which checkpoints record: it cannot change.
 @dataclasses.dataclass(frozen=True)
 class _PeftAdapters(Transform):
-    """Merge of PEFT's adapters into the base model's leaves, whose names lose the source's.
+    """Merges adapters into the base model's leaves.
 
-    Without `merge` the factors are put beside the leaves, and no products are added.
+    Without `merge` the factors are put beside the leaves.
     """
 
     config: LoraConfig
@@ -191,6 +192,13 @@ class _PeftAdapters(Transform):
         for name in {**base, **updates}:
             self._put(name, updates.get(name, {}), found, result, diagnostics)
         self._put_unused(unused, adapters, result, diagnostics)
+        shared = [name for name in adapters if _OF_SHARED.fullmatch(name)]
+        if shared and not any(".embed_tokens." in name for name in adapters):
+            diagnostics.warnings.append(
+                f"peft_lora: {self.adapter}/{shared[0]} changes the embedding; PEFT's own model, until it merges, "
+                "computes with the base model's, because T5's towers hold the module that PEFT wraps; Drop it before "
+                "the pack to get the values of that model"
+            )
         if self.merge and any(map(is_no_parameter, base)):
             diagnostics.warnings.append(
                 "peft_lora: the optimizer's state stays that of the base model without adapters"
@@ -198,7 +206,7 @@ class _PeftAdapters(Transform):
         return result.finish()
 
     def _updates(self, base: _Base, adapters: FlatState, diagnostics: Diagnostics) -> tuple[_Updates, dict[str, str]]:
-        """Returns what becomes of base leaves, and the adapters' leaves without a place, with the reasons."""
+        """Returns changes of base leaves, and unused leaves with reasons."""
         updates: _Updates = {}
         unused: dict[str, str] = {}
         modules: dict[tuple[str, bool], dict[str, tuple[str, View]]] = {}
@@ -222,7 +230,7 @@ class _PeftAdapters(Transform):
         return updates, unused
 
     def _replace(self, dotted: str, name: str, view: View, base: _Base, updates: _Updates) -> str:
-        """Notes a leaf that is stored whole; returns why that is not possible, or nothing."""
+        """Notes a leaf stored whole; returns a reason against it."""
         match = _SAVED.fullmatch(dotted)
         if match is None or _OF_LORA.fullmatch(dotted):
             return "it is no part of LoRA's adapters that is known here"
@@ -243,7 +251,7 @@ class _PeftAdapters(Transform):
     def _add(
         self, module: str, is_embedding: bool, factors: Mapping[str, tuple[str, View]], base: _Base, updates: _Updates
     ) -> str:
-        """Notes a module's product; returns why that is not possible, or nothing."""
+        """Notes a module's product; returns a reason against it."""
         place = base.find(f"{module}.weight")
         if place is None or place.name not in base.leaves:
             return f"the base model has no leaf for {f'{module}.weight'!r}"
@@ -269,7 +277,7 @@ class _PeftAdapters(Transform):
     def _put(
         self, name: str, updates: Mapping[_Place, _Update], base: _Base, result: NewState, diagnostics: Diagnostics
     ) -> None:
-        """Puts a leaf of the base model, changed or not, and its factors where they are to be beside it."""
+        """Puts a base leaf, and its factors if they stay apart."""
         origin = f"{self.base}/{name}"
         if not updates:
             result.put(name, base.leaves[name], origin, f"of the source {self.base!r}")
@@ -303,7 +311,7 @@ class _PeftAdapters(Transform):
             result.put(factor, value, f"{self.adapter}/{update.names[-1]}", f"peft_lora: beside {name!r}")
 
     def _changed(self, leaf: View, update: _Update | None) -> View:
-        """Returns a leaf, or one layer of it, with what is saved for it and, where it is merged, the product.
+        """Returns a leaf or layer with its saved value and product.
 
         Raises:
           ValueError, TypeError: shapes that do not fit, or no floating-point numbers.
@@ -320,7 +328,7 @@ class _PeftAdapters(Transform):
     def _put_unused(
         self, unused: Mapping[str, str], adapters: FlatState, result: NewState, diagnostics: Diagnostics
     ) -> None:
-        """Puts the adapters' leaves without a place as they are: problems, or a warning where that is allowed."""
+        """Puts unused leaves as they are, with problems or a warning."""
         if unused and diagnostics.allows_unmapped:
             shown = listed(unused, _SHOWN_NAMES)
             diagnostics.warnings.append(f"peft_lora: {len(unused)} leaves of {self.adapter!r} change nothing: {shown}")
@@ -343,7 +351,7 @@ def _cut_layers(leaf: View, axis: int) -> list[View]:
 def _factors_beside(
     name: str, updates: Sequence[_Update | None], leaf: View, axis: int | None
 ) -> list[tuple[str, View]]:
-    """Returns the factors of a leaf under their names beside it; those of stacked layers are stacked, too.
+    """Returns the factors beside a leaf, stacked as its layers are.
 
     Raises:
       ValueError: only some layers have factors.
@@ -367,7 +375,7 @@ def _factors_beside(
 def peft_lora(
     config: str | os.PathLike[str] | Mapping[str, Any], base: str = "base", adapter: str = "adapter", merge: bool = True
 ) -> RulePack:
-    r"""Merges PEFT's LoRA adapters into the base model; the two are sources of these names.
+    r"""Merges PEFT's LoRA adapters into the base model; both are sources.
 
     The result has the base model's own names, without the source's: Hugging Face's, or T5X's with joined, split or
     scanned kernels. Sums are made in float32 and rounded once. Modules that the adapters' file stores whole

@@ -1,6 +1,6 @@
-"""The configuration of PEFT's LoRA adapters, `adapter_config.json`: what of it decides the merged weights.
+"""Settings of PEFT's LoRA adapters, by `adapter_config.json`.
 
-A setting that changes what a merge computes and that is not known here is refused by its name, never left out.
+A setting that changes a merge and is not known here is refused by its name, never left out.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LoraConfig:
         return _by_pattern(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
 
     def is_target(self, module: str) -> bool:
-        """Reports whether a module is one that has adapters; True where that is not known."""
+        """Tests if a module has adapters; True if unknown."""
         if self.targets is None or self.targets == "all-linear":
             return True
         if isinstance(self.targets, str):
@@ -90,7 +90,7 @@ class LoraConfig:
         return _ends_in(module, self.saved)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the settings as `adapter_config.json` has them, without those of their default values."""
+        """Returns the settings of `adapter_config.json` that are no defaults."""
         given = {
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -135,7 +135,7 @@ def lora_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> LoraConfi
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """The settings as they are given, each of which is checked when it is taken."""
+    """Given settings, each checked when it is taken."""
 
     given: dict[str, Any]
     path: str | None

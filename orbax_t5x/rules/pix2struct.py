@@ -1,4 +1,4 @@
-"""Between the names of Pix2Struct's decoder in Hugging Face's models and those of T5's: the arrays are the same.
+"""Names of Pix2Struct's decoder, and of Hugging Face's T5.
 
 Read in the source of Transformers 4.56.2. The encoder sees images and is no T5's: its leaves are for `Drop`, or for
 `strict=False`.

@@ -1,4 +1,4 @@
-"""Stacks of layers that differ, as Flaxformer has them: every N-th layer is in one subblock, whose layers are alike."""
+"""Flaxformer's subblocks: every N-th layer is in the same stack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IN_SUBBLOCKS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class IntoSubblocks(Transform):
-    """Renaming of layer i to `subblock_{i % count}/layers_{i // count}`; a depth that does not divide is a problem."""
+    """Renames layer i to `subblock_{i % count}/layers_{i // count}`."""
 
     count: int
 
@@ -43,7 +43,7 @@ class IntoSubblocks(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class OutOfSubblocks(Transform):
-    """Inverse of `IntoSubblocks`; a tower with another number of subblocks is a problem."""
+    """Inverse of `IntoSubblocks`."""
 
     count: int
 
@@ -64,12 +64,12 @@ class OutOfSubblocks(Transform):
 
 
 def stack_subblocks(count: int, scan_axis: int) -> tuple[Transform, ...]:
-    """Makes the transforms that put layers into subblocks, and stack those of each."""
+    """Makes the transforms that stack layers in subblocks."""
     pattern = r"((?:.*/)?)(encoder|decoder)/(subblock_\d+)/layers_(?P<i>\d+)/(.*)"
     return IntoSubblocks(count), StackLayers(pattern, r"\1\2/\2/\3/\5", scan_axis, require_match=False)
 
 
 def unstack_subblocks(count: int, scan_axis: int) -> tuple[Transform, ...]:
-    """Makes the transforms of the way back."""
+    """Makes the transforms that unstack them."""
     pattern = r"((?:.*/)?)(encoder|decoder)/\2/(subblock_\d+)/(.*)"
     return UnstackLayers(pattern, r"\1\2/\3/layers_{i}/\4", scan_axis, require_match=False), OutOfSubblocks(count)

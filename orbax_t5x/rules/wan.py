@@ -1,4 +1,4 @@
-"""Between the names that Wan's video models give their umT5 text encoder and Hugging Face's: the arrays are the same.
+"""Names of Wan's umT5 text encoder, and Hugging Face's.
 
 An encoder alone, gated, with a relative bias in every block or, in its variant with shared positions, one for all. The
 names are as we know them; neither a file nor the model's source was at hand to compare them with.
@@ -52,7 +52,7 @@ class _SharedBias(Transform):
 
 
 def wan_t5_to_hf_t5() -> RulePack:
-    """Maps the names of Wan's text encoder, a umT5, to Hugging Face's: `blocks.0.attn.q.weight` and the like.
+    """Maps Wan's text encoder, a umT5, to Hugging Face's names.
 
     `hf_t5_to_t5x()` after it leads to T5X's; `transforms="auto"` joins both.
 

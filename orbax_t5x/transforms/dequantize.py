@@ -15,13 +15,16 @@ from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, 
 from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
 
-# Text encoders in float8: `X.weight` has a scale beside it, and one leaf of the file says which float8 it is.
+# `X.weight` in float8 or int8 has a scale beside it; a marker leaf of the file says which float8 it is.
 WEIGHT, MARKER = ".weight", "scaled_fp8"
-SCALES = (".scale_weight", ".weight_scale")
+SCALE, ROWS, BLOCKS, INT8 = SCALES = (".scale_weight", ".weight_scale", ".weight_scale_inv", ".SCB")
 # For the inputs of layers that compute in float8, and of which kind a weight is: they change no product.
-NOTES = (".scale_input", ".input_scale", ".comfy_quant")
+NOTES = (".scale_input", ".input_scale", ".comfy_quant", ".weight_format")
+# Of integers that are not symmetric about 0.
+_ZEROS = ".weight_zero_point"
 _QUANTIZED = re.compile(r"(?:u?int[248]|float[468]_.*)")
-_CUT = re.compile(r"\.")
+_CUT = re.compile(r"[./]")
+_WEIGHTS = ("weight", "kernel", "embedding")
 # Of a leaf that may multiply a weight which is kept: to leave it out would give other values.
 UNKNOWN_FORM = "it may say what the quantized weight {} is multiplied by, in a form that is not known"
 QUANTIZED_ELSEWHERE = Fix(
@@ -41,8 +44,12 @@ def scales_beside(leaves: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
 def _is_scale(name: str, leaves: Mapping[str, Any]) -> bool:
     weight = weight_of(name)
-    # Other integers and packed numbers have this name beside them, too, with another product.
-    return weight in leaves and (name.endswith(SCALES[0]) or _dtype_of(leaves[weight]).startswith("float8"))
+    if weight not in leaves or weight.removesuffix(WEIGHT) + _ZEROS in leaves:
+        return False
+    dtype = _dtype_of(leaves[weight])
+    # Packed numbers have these names beside them, too, with another product.
+    kinds = {ROWS: ("float8", "int8"), BLOCKS: ("float8",), INT8: ("int8",)}
+    return name.endswith(SCALE) or dtype.startswith(next(kinds[end] for end in kinds if name.endswith(end)))
 
 
 def notes_beside(leaves: Mapping[str, Any]) -> set[str]:
@@ -56,10 +63,10 @@ def multiplied_by(leaves: Mapping[str, Any], names: Iterable[str]) -> Iterator[t
     """Yields each name that may say how a quantized weight is to be multiplied, and the name of the weight."""
     for name in names:
         for cut in _CUT.finditer(name):
-            weight, rest = name[: cut.start()] + WEIGHT, name[cut.end() :]
-            is_beside = rest not in ("weight", "bias") and ("." not in rest or rest.startswith("weight."))
-            if is_beside and weight in leaves and _QUANTIZED.fullmatch(_dtype_of(leaves[weight])):
-                yield name, weight
+            stem, rest = name[: cut.end()], name[cut.end() :]
+            for weight in (stem + kind for kind in _WEIGHTS if rest not in (*_WEIGHTS, "bias")):
+                if weight in leaves and _QUANTIZED.fullmatch(_dtype_of(leaves[weight])):
+                    yield name, weight
 
 
 def _dtype_of(leaf: Any) -> str:

@@ -3,6 +3,7 @@
 import re
 
 import flax.linen
+import flax.nnx
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -236,3 +237,24 @@ def test_auto_that_finds_nothing_names_the_checkpoint(goldens, path):
             with pytest.raises(ot.RestorePlanError, match="transforms='auto'") as caught:
                 ot.plan_restore(source, target, "auto" if source is bundle else ())
             assert str(bundle) in str(caught.value.path)
+
+
+def test_a_read_records_the_metrics_of_orbax(tmp_path):
+    """Names and amounts are stock Orbax's for the same item."""
+    found = []
+    jax.monitoring.register_event_listener(lambda name, **_: found.append((name, None)))
+    jax.monitoring.register_scalar_listener(lambda name, value, **_: found.append((name, value)))
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: found.append((name, None)))
+    names = ("/jax/orbax/read/start", "/jax/orbax/read/success", "/jax/orbax/read/total_duration_secs")
+    size, speed = "/jax/checkpoint/read/gbytes", "/jax/checkpoint/read/gbytes_per_sec"
+    tree = {"a": np.ones((64, 4), np.float32), "b": np.zeros(3, np.float32)}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "item", tree)
+        recorded = []
+        for read in (lambda: checkpointer.restore(tmp_path / "item"), lambda: ot.restore(tmp_path / "item", tree)):
+            found.clear()
+            read()
+            recorded.append({name: value for name, value in found if name in (*names, size, speed)})
+    stock, ours = recorded
+    assert ours.keys() == stock.keys() == {*names, size, speed}
+    assert ours[size] == stock[size] > 0 and ours[speed] > 0

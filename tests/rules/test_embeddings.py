@@ -50,3 +50,15 @@ def test_embeddings_of_two_towers_keep_their_towers_names():
     with pytest.raises(RestorePlanError) as caught:
         restored(ours, {**shared, "shared.weight": np.ones((3, 2), np.float32)})
     assert {problem.leaf for problem in caught.value.problems} >= {"shared.weight"}
+
+
+def test_an_untied_switch_has_the_embedding_under_all_names():
+    """Transformers 4.57.6 fills `embed_tokens` that an untied Switch's file lacks at random; a tied one needs none."""
+    plain = trees.minimal(trees.by_name("Switch"), trees.Sizes(encoder=2, decoder=2))
+    for name in ("decoder/logits_dense/kernel", ""):
+        model = {one: value for one, value in plain.items() if "logits_dense" not in one}
+        embedding = model["token_embedder/embedding"]
+        model |= {name: embedding.T + 1} if name else {}
+        theirs = flatten(ot.restore(checkpoint(t5.below("target/", model)), None, rules.t5x_to_hf_t5()))
+        copies = {one: value for one, value in theirs.items() if one in COPIES}
+        assert_same(copies, dict.fromkeys(COPIES, embedding) if name else {})

@@ -106,10 +106,22 @@ def test_repeated_and_renamed_embeddings(hf):
 def test_the_way_back_gives_a_classifiers_t5_its_prefix_again(goldens, tmp_path):
     """Transformers calls a T5ForTokenClassification corrupted whose T5 is not below `transformer.`."""
     model = goldens / "hf_models" / "t5_token"
-    ot.convert(model, tmp_path / "ours", rules.hf_t5_to_t5x())
+    ot.convert(model, tmp_path / "ours", rules.hf_t5_to_t5x(), strict=False)
     ot.convert(tmp_path / "ours", tmp_path / "back", rules.t5x_to_hf_t5(), format="safetensors")
     with ot.open_checkpoint(model) as theirs, ot.open_checkpoint(tmp_path / "back") as back:
         copies = {"transformer.encoder.embed_tokens.weight", "transformer.decoder.embed_tokens.weight"}
         assert back.leaves.keys() - copies == theirs.leaves.keys() - copies
         for name, value in back.leaves.items():
             np.testing.assert_array_equal(value.get(), theirs.leaves[name].get(), err_msg=name)
+
+
+def test_a_tied_model_fills_a_projection_as_the_targets_config_says(hf):
+    """T5X scales a tied model's logits by E ** -0.5; Transformers does for tied models only."""
+    ours, _ = run(rules.hf_t5_to_t5x(), hf)
+    target = {**hf, "lm_head.weight": np.zeros((128, 32), np.float32)}
+    (problem,) = run(rules.t5x_to_hf_t5(), ours, target)[1].problems
+    assert problem.leaf == "lm_head.weight" and len(problem.fix.ways) == 2
+    for tied, scale in ((True, 1), (False, 32**-0.5)):
+        result, diagnostics = run(rules.t5x_to_hf_t5(tie_word_embeddings=tied), ours, target)
+        assert diagnostics.problems == []
+        np.testing.assert_allclose(result["lm_head.weight"], as_numpy(hf["shared.weight"]) * scale, rtol=1e-6)

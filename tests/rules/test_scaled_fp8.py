@@ -219,7 +219,42 @@ def test_scales_of_another_name_and_notes_beside_them_go_the_same_way(by_row):
         assert_equal(flatten(ot.restore(checkpoint(stored), zeros(wanted), transforms)), wanted)
     assert_equal(flatten(ot.restore(checkpoint(stored), zeros(exact), "auto")), exact)
     query = "encoder.block.1.layer.0.SelfAttention.q."
+    unknown = {"weight_scale_inv": np.ones((2, 1), np.float32), "quant_state.absmax": np.ones(3, np.float32)}
     for options in ({}, {"strict": False}):
-        unknown = {**stored, query + "weight_scale_inv": np.ones((1, 1), np.float32)}
-        (problem,) = problems(unknown, wanted, rules.hf_t5_to_t5x(), **options)
-        assert problem.leaf == query + "weight_scale_inv" and "strict" not in str(problem.fix)
+        for name, value in unknown.items():
+            (problem,) = problems({**stored, query + name: value}, wanted, rules.hf_t5_to_t5x(), **options)
+            assert problem.leaf == query + name and "strict" not in str(problem.fix), name
+
+
+def test_scales_of_blocks_and_of_int8_rows_multiply():
+    """DeepSeek's blocks by NumPy; bitsandbytes' values are its own dequantization, of version 0.50.2."""
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(300, 130)).astype(FLOAT8)
+    scale = rng.uniform(1, 2, (3, 2)).astype(np.float32)
+    exact = weight.astype(np.float32) * np.repeat(np.repeat(scale, 128, 0), 128, 1)[:300, :130]
+    found = ot.restore(checkpoint({"m.weight": weight, "m.weight_scale_inv": scale}), None, PACK)
+    assert_equal(found, {"m.weight": exact})
+    # One scale for each 64 rows is another form, and so is one that fits no block.
+    for shape in ((5, 3), (2, 2)):
+        other = {"m.weight": weight, "m.weight_scale_inv": np.ones(shape, np.float32)}
+        (problem,) = problems(other, None, PACK)
+        assert problem.leaf == "m.weight" and str(shape) in problem.message and "Drop" not in str(problem.fix)
+    path = GOLDENS / "quantized" / "bitsandbytes_int8"
+    with np.load(path / "expected.npz") as expected:
+        rows = dict(expected)
+    found = ot.restore(path / "model.safetensors", None, PACK)
+    assert found.keys() == rows.keys() and rows
+    for name, value in rows.items():
+        np.testing.assert_allclose(found[name], value, rtol=3e-7, err_msg=name)
+    with ot.open_checkpoint(path / "model.safetensors") as opened:
+        stored = {name: leaf.get() for name, leaf in opened.leaves.items()}
+    turned = {**stored, "m.weight_format": np.uint8(2)}
+    with pytest.raises(ValueError, match="weight_format is 2"):
+        ot.restore(checkpoint(turned), None, PACK)
+    # int8 with a zero beside it has another product.
+    (problem,) = problems(
+        {"m.weight": stored["m.weight"], "m.weight_scale": np.float32(1), "m.weight_zero_point": np.zeros(1, np.int8)},
+        {"m.weight": np.ones((10, 24), np.float32)},
+        PACK,
+    )[:1]
+    assert "m.weight" in problem.message and "Drop" not in str(problem.fix)
