@@ -22,7 +22,7 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType
 from orbax_t5x.handlers.restore.stock import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
-from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
+from orbax_t5x.handlers.run_lineage import RestoredHistory, recorded_lineage
 from orbax_t5x.handlers.save import cleanup
 from orbax_t5x.handlers.save.commit import GuardedCommit, check_merged, sync_tree
 from orbax_t5x.handlers.save.item_sums import publish_sums, write_published_sums
@@ -46,8 +46,8 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     It saves a train state, or any pytree.
 
     Use it as any handler: `ocp.CheckpointManager(root, item_handlers=handler)`, `ocp.Checkpointer(handler)`, or in a
-    handler registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. What was applied to a run's state
-    is kept per root and item, whichever handler restores and saves it.
+    handler registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. A save records what this handler's
+    restores applied to the state, or what the newest step of the root records.
 
     Example:
       >>> with ocp.CheckpointManager(directory, item_handlers=ot.TrainStateHandler()) as manager:
@@ -105,7 +105,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         )
         self._use_ocdbt = use_ocdbt
         self._restore_limit = None if restore_concurrent_gb is None else int(restore_concurrent_gb * _GB)
-        self._restored: tuple[Mapping[str, Any], ...] = ()
+        self.history = RestoredHistory()
 
     # -- saving
 
@@ -121,12 +121,12 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         self._begin(directory, in_background=True)
         try:
             with self._registry.remembering(), self._summing(directory, later=True) as sums:
-                prepared, recorded = self._prepare(directory, args, sums, deferred=False)
+                prepared = self._prepare(directory, args, sums, deferred=False)
                 futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
         except BaseException:
             self._clean_up(directory)
             raise
-        recorded.remember()
+        self.history.note_saved(directory, prepared.lineage, is_given=args.provenance is not None)
         commit = GuardedCommit(futures or (), directory, self._is_primary())
         if sums is not None:
             commit.meanwhile, commit.finish = sums.sum_kept, partial(publish_sums, directory, sums)
@@ -140,12 +140,12 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         self._begin(directory, in_background=False)
         with self._summing(directory, later=False) as sums:
             try:
-                prepared, recorded = self._prepare(directory, args, sums, deferred=True)
+                prepared = self._prepare(directory, args, sums, deferred=True)
             except BaseException:
                 self._clean_up(directory)
                 raise
             self._save(directory, args, prepared, sums)
-        recorded.remember()
+        self.history.note_saved(directory, prepared.lineage, is_given=args.provenance is not None)
 
     def _save(self, directory: epath.Path, args: TrainStateSave, prepared: PreparedSave, sums: SaveSums | None) -> None:
         try:
@@ -178,20 +178,18 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     def _prepare(
         self, directory: epath.Path, args: TrainStateSave, sums: SaveSums | None, *, deferred: bool
-    ) -> tuple[PreparedSave, SavedLineage]:
+    ) -> PreparedSave:
         if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
             raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
-        recorded = SavedLineage(directory, args.provenance, primary=self._is_primary())
-        prepared = prepare_save(
+        return prepare_save(
             args,
-            recorded.lineage,
+            self.history.to_save(directory, args.provenance, primary=self._is_primary()),
             self._registry,
             deferred=deferred,
             sums=sums,
             processes=self._active_processes,
             in_directories=not self._use_ocdbt,
         )
-        return prepared, recorded
 
     def _begin(self, directory: epath.Path, *, in_background: bool) -> None:
         if self._is_primary():
@@ -208,11 +206,8 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     @property
     def provenance(self) -> tuple[Mapping[str, Any], ...]:
-        """The record of the last restored state, for `provenance=`.
-
-        Saves do not use it by themselves: what was restored may be another model, from another run.
-        """
-        return self._restored
+        """The record of the last restored state, for `provenance=`."""
+        return self.history.last
 
     @guarded
     def restore(self, directory: epath.Path, args: TrainStateRestore | None = None) -> Any:
@@ -243,7 +238,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
                 values = handled.restore(self._orbax, directory)
                 agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
             restored = handled.put_into(plan.run(options), values)
-        self._note_restored(directory if own else None, plan.provenance)
+        self.history.note(directory, plan.provenance)
         return restored
 
     def _types_of_users(self, directory: epath.Path) -> dict[str, str]:
@@ -258,17 +253,8 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     def _stock_restore(self, directory: epath.Path) -> Any:
         metadata = read_metadata(directory)
         restored = restore_whole(self._orbax, directory, metadata)
-        self._note_restored(directory, recorded_lineage(directory, metadata))
+        self.history.note(directory, recorded_lineage(directory, metadata))
         return restored
-
-    def _note_restored(self, own: epath.Path | None, lineage: provenance.Lineage) -> None:
-        """Keeps the record of a restore.
-
-        `own`: it is a step of the run itself, from which the next save goes on.
-        """
-        self._restored = tuple(lineage)
-        if own is not None:
-            remember_restored(own, lineage)
 
     # -- the rest
 

@@ -58,6 +58,11 @@ def processes_of(manager: ocp.CheckpointManager) -> ocp.options.MultiprocessingO
     return manager._multiprocessing_options
 
 
+def registry_of(manager: ocp.CheckpointManager) -> Any:
+    """Returns the registry of a manager's handlers."""
+    return manager._checkpointer.handler._handler_registry
+
+
 class RecordedType:
     """Descriptor of the type that Orbax records about an item.
 

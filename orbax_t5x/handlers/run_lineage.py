@@ -1,12 +1,13 @@
-"""Lineage of a run's state around saves and restores; see `orbax_t5x.provenance`.
+"""History of a handler's restores, for the record of its saves.
 
-The primary process reads and writes it; the others receive it when they restore.
+It belongs to the handler object (of Orbax v1: to the context's handler class), by item.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,69 +15,95 @@ from etils import epath
 
 from orbax_t5x.provenance import records
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.runs import forget_root, known_run, note_restored, note_saved
-from orbax_t5x.restoring.run_steps import StepItem, has_finished_step, lacks_record, newest_lineage, step_item
+from orbax_t5x.restoring.run_steps import lacks_record, newest_lineage, step_item
 
 _logger = logging.getLogger(__name__)
 
+EVERY_ITEM = ""
 
-class SavedLineage:
-    """Lineage that a save records; `lineage` are the entries for the item's metadata."""
 
-    def __init__(self, directory: epath.Path, given: Sequence[Mapping[str, Any]] | None, *, primary: bool):
-        """Reads the lineage of the run so far; `given` is the `provenance=` of the save."""
-        self._item = step_item(directory) if primary else None
-        self._is_given = given is not None
+class RestoredHistory:
+    """Histories that the restores of a handler led to.
+
+    Attributes:
+      last: the lineage of the last restore.
+    """
+
+    def __init__(self) -> None:
+        self.last: records.Lineage = ()
+        # By item; None after restores that led to different histories.
+        self._led_to: dict[str, records.Lineage | None] = {}
+        self._lock = threading.Lock()
+
+    def note(self, directory: str | os.PathLike[str], lineage: records.Lineage) -> None:
+        """Notes a restore; `directory` is an item's."""
+        self.last = tuple(lineage)
+        self.note_item(_item_name(directory), self.last)
+
+    def note_item(self, item: str, lineage: records.Lineage) -> None:
+        """Notes a restore of an item."""
+        with self._lock:
+            known = self._led_to.setdefault(item, lineage)
+            if known is None:
+                return
+            if records.same_history(known, lineage):
+                answers = (entry for entry in lineage if entry.get("is_resuming") and entry not in known)
+                self._led_to[item] = (*known, *answers)
+            else:
+                self._led_to[item] = None
+
+    def begin(self, item: str, lineage: records.Lineage) -> None:
+        """Sets the lineage of a run that begins."""
+        with self._lock:
+            if item == EVERY_ITEM:
+                self._led_to.clear()
+            self._led_to[item] = lineage
+
+    def to_save(
+        self, directory: epath.Path, given: Sequence[Mapping[str, Any]] | None, *, primary: bool
+    ) -> records.Lineage:
+        """Returns the lineage that a save records; `given` is its `provenance=`."""
         checked = None if given is None else records.given_lineage(given)
-        known = None if self._item is None else _known_lineage(self._item, is_given=self._is_given)
-        self.lineage: records.Lineage = records.extended_lineage(known, checked)
-
-    def remember(self) -> None:
-        """Sets the lineage of the run, once the save is made."""
-        if self._item is not None:
-            note_saved(self._item.run, self.lineage, self._item.marker, is_given=self._is_given)
-
-
-def _known_lineage(item: StepItem, *, is_given: bool) -> records.Lineage | None:
-    """Returns the lineage that this process knows of a run, or else that of its newest step."""
-    known = known_run(item.run)
-    if known is not None and not known.is_begun:
-        saved = None if known.saved == item.marker else known.saved
-        if not has_finished_step(item.run, saved, except_step=item.step):
-            forget_root(item.run.root)  # it was deleted: another run begins here
+        item = _item_name(directory)
+        with self._lock:
+            keys = self._led_to.keys() if item == EVERY_ITEM else self._led_to.keys() & {item, EVERY_ITEM}
+            led_to = [self._led_to[key] for key in sorted(keys, reverse=True)]
+        known = led_to[0] if led_to else None
+        if any(one is None or known is None or not records.same_history(known, one) for one in led_to):
             known = None
-    if known is None:
-        return newest_lineage(item.run, except_step=item.step)
-    if not known.is_ambiguous:
-        return known.lineage
-    if not is_given and not known.is_warned:
-        _logger.warning(
-            "%s: this process restored steps with different histories of transforms, and which of them step %d holds "
-            "(item %r) is not known: it is recorded as unrecorded, and the next restore with transforms asks. "
-            "Fix: save with provenance= (handler.provenance after the restore that the state comes from, or "
-            "plan.provenance; () where nothing was applied)",
-            item.run.root,
-            item.step,
-            item.run.item,
-        )
-    return None
+        if not led_to:
+            step = step_item(directory) if primary else None
+            known = None if step is None else newest_lineage(step)
+        elif known is None and checked is None:
+            _logger.warning(
+                "%s: this handler restored states with different histories of transforms, and which of them is saved "
+                "is not known: the save is unrecorded, and the next restore with transforms asks. "
+                "Fix: save with provenance= (handler.provenance after the restore that the state comes from, or "
+                "plan.provenance; () where nothing was applied)",
+                directory,
+            )
+        return records.extended_lineage(known, checked)
+
+    def note_saved(self, directory: epath.Path, lineage: Sequence[Mapping[str, Any]], *, is_given: bool) -> None:
+        """Notes a save: the root's newest step has the record after a given or an unknown lineage."""
+        if not is_given and tuple(lineage) != (records.UNRECORDED,):
+            return
+        item = _item_name(directory)
+        with self._lock:
+            for key in [key for key in self._led_to if EVERY_ITEM in (item, key) or key == item]:
+                del self._led_to[key]
+
+
+def _item_name(directory: str | os.PathLike[str]) -> str:
+    step = step_item(directory)
+    return EVERY_ITEM if step is None else step.item
 
 
 def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> records.Lineage:
-    """Returns the lineage of what was restored without transforms.
-
-    The record is kept after every kind of restore: a run that lost it would be transformed twice.
-    """
+    """Returns the lineage of a state that was restored without transforms."""
     recorded = records.from_metadata(metadata.get("custom_metadata"), path=directory)
     if recorded is not None:
         return recorded
     if lacks_record(directory):
         return (records.UNRECORDED,)
     return (records.make_entry(os.fspath(directory), "orbax", ChainRecord()),)
-
-
-def remember_restored(directory: epath.Path, lineage: records.Lineage) -> None:
-    """Notes that a step of the run was restored: the next save continues its lineage, if it is the only one."""
-    item = step_item(directory)
-    if item is not None:
-        note_restored(item.run, lineage)

@@ -10,6 +10,7 @@
              "steps": [{"digest": "…", "rules": 1}],       # of each transform: its digest, and how many rules it has
              "continues": true,                            # where these are the rest of a longer list
              "is_resuming": true}],                        # where the caller passed it: applied already
+        "partial": {"…": […]},                             # in place of "provenance": that of each partial save
         "skipped": {                                       # leaves that Orbax cannot store, left out on request
             "a/b": {"shape": [0, 4], "dtype": "float32"}}}}
 
@@ -19,6 +20,8 @@ guess, because guessing wrong applies a transform twice.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -111,12 +114,19 @@ def _history(lineage: Lineage) -> list[Any]:
 
 
 def to_metadata(
-    lineage: Sequence[Mapping[str, Any]] | None, skipped: Mapping[str, tuple[Sequence[int], str]] | None = None
+    lineage: Sequence[Mapping[str, Any]] | None,
+    skipped: Mapping[str, tuple[Sequence[int], str]] | None = None,
+    *,
+    is_partial: bool = False,
 ) -> dict[str, Any]:
-    """Makes the `custom_metadata` entry for an item; empty when there is nothing to record."""
+    """Makes the `custom_metadata` entry for an item, or an empty mapping."""
     recorded: dict[str, Any] = {}
     if lineage is not None:
         recorded["provenance"] = [dict(entry) for entry in lineage]
+        if is_partial:
+            recorded["partial"] = {
+                hashlib.sha256(json.dumps(recorded).encode()).hexdigest(): recorded.pop("provenance")
+            }
     if skipped:
         recorded["skipped"] = {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in skipped.items()}
     return {KEY: recorded} if recorded else {}
@@ -125,6 +135,10 @@ def to_metadata(
 def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None) -> Lineage | None:
     """Returns the lineage in an item's `custom_metadata`, None without one; checked as by `checked_lineage`."""
     recorded = _own_record(metadata, path)
+    partial = recorded.get("partial")
+    if is_mapping(partial):
+        lineages = [checked_lineage(entries, path=path) for entries in partial.values()]
+        return lineages[0] if len(lineages) == 1 else (UNRECORDED,)
     return checked_lineage(recorded["provenance"], path=path) if "provenance" in recorded else None
 
 

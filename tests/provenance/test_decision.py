@@ -9,11 +9,9 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as v1
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.provenance import runs
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import ResumeContext, combine_decisions, decide
 from orbax_t5x.provenance.history import compare
@@ -36,13 +34,13 @@ def opaque(state, target):
 OPAQUE = lambda state, target: opaque(state, target)  # noqa: E731
 
 
-@pytest.fixture(autouse=True)
-def new_process():
-    runs.forget_all()
+@functools.cache
+def handler_of(root):
+    return ot.TrainStateHandler()
 
 
 def manager_of(root):
-    return ocp.CheckpointManager(root, item_handlers=ot.TrainStateHandler())
+    return ocp.CheckpointManager(root, item_handlers=handler_of(root))
 
 
 def save(root, step, state=STATE, **keywords):
@@ -180,11 +178,8 @@ def test_the_documented_resume(tmp_path):
     save(tmp_path / "run", 0, state, provenance=plan.provenance)
     save(tmp_path / "run", 1, state)  # said once, it holds
     assert recorded(tmp_path / "run", 1) == recorded(tmp_path / "run", 0)
-    for forget in (lambda: None, runs.forget_all):
-        forget()
-        assert values(restore(tmp_path / "run", 1, SWAP)) == SWAPPED
-    runs.forget_all()
-    save(tmp_path / "run", 2, state)  # a new process that restored nothing reads the newest step
+    assert values(restore(tmp_path / "run", 1, SWAP)) == SWAPPED
+    save(tmp_path / "run", 2, state)  # a handler that restored nothing reads the newest step
     assert recorded(tmp_path / "run", 2) == recorded(tmp_path / "run", 0)
 
 
@@ -197,7 +192,6 @@ def test_a_save_that_knows_nothing_makes_the_next_restore_ask_once(tmp_path):
     problem_of(ot.restore, tmp_path / "run", TARGET, SWAP)
     assert values(restore(tmp_path / "run", 0, SWAP, is_resuming=True)) == SWAPPED
     save(tmp_path / "run", 1, state)
-    runs.forget_all()
     assert values(restore(tmp_path / "run", 1, SWAP)) == SWAPPED
     # Evaluation needs no answer.
     with manager_of(tmp_path / "run") as manager:
@@ -228,7 +222,6 @@ def test_edited_rules_are_refused_once(tmp_path):
     assert values(state) == SWAPPED
     for step in (1, 2):
         save(tmp_path / "run", step, state, provenance=plan.provenance)  # repeating what was said first is harmless
-    runs.forget_all()
     for rules in (OTHER, SWAP):
         assert values(restore(tmp_path / "run", 2, rules)) == SWAPPED
 
@@ -242,7 +235,7 @@ def test_a_new_run_on_an_own_step_is_recorded(tmp_path):
     assert str(problem_of(restore, tmp_path / "run", 1, SWAP, is_resuming=False).fix) == "remove is_resuming=False"
 
 
-def test_a_teacher_is_no_part_of_the_run(tmp_path):
+def test_a_teacher_by_the_runs_handler_leaves_open_what_is_saved(tmp_path, caplog):
     save(tmp_path / "teacher", 0, provenance=())
     plan = ot.plan_restore(tmp_path / "teacher", TARGET, OTHER)
     save(tmp_path / "run", 0, provenance=plan.provenance)
@@ -253,7 +246,13 @@ def test_a_teacher_is_no_part_of_the_run(tmp_path):
         manager.restore(0, args=args)
         assert handler.provenance[-1]["digest"] == MINE.digest
         manager.save(1, args=ot.args.TrainStateSave(student))
-    assert recorded(tmp_path / "run", 1) == recorded(tmp_path / "run", 0)
+        manager.save(2, args=ot.args.TrainStateSave(student))
+        manager.save(3, args=ot.args.TrainStateSave(student, provenance=plan.provenance))
+        manager.save(4, args=ot.args.TrainStateSave(student))
+    assert [recorded(tmp_path / "run", step) for step in (1, 2)] == [[{"unrecorded": True}]] * 2
+    assert [recorded(tmp_path / "run", step) for step in (3, 4)] == [list(plan.provenance)] * 2
+    (warned,) = [one for one in caplog.records if one.levelno == logging.WARNING and "provenance=" in one.message]
+    assert "handler.provenance" in warned.message
 
 
 def test_a_source_through_an_empty_manager(tmp_path):
@@ -321,7 +320,6 @@ def test_any_name_of_steps(tmp_path, options):
             return values(plain)
 
     assert saved(0, provenance=[made(MINE)]) == PLAIN
-    runs.forget_all()
     assert saved(1) == PLAIN
 
 
@@ -410,40 +408,26 @@ def test_other_data_of_a_merge_are_other_rules(tmp_path, kind):
 # -- several restores in one process
 
 
-@pytest.mark.parametrize("again", ["plainly", "as stock", "by v1"])
+@pytest.mark.parametrize("again", ["plainly", "as stock"])
 def test_a_baseline_that_is_looked_at_makes_the_next_save_unrecorded(tmp_path, caplog, again):
-    item = "state" if again == "by v1" else "default"
-    handlers = (
-        {"item_handlers": {item: ot.TrainStateHandler()}}
-        if again == "by v1"
-        else {"item_handlers": ot.TrainStateHandler()}
-    )
-
-    def args(made):
-        return ocp.args.Composite(state=made) if again == "by v1" else made
-
-    with ocp.CheckpointManager(tmp_path, **handlers) as manager:
-        manager.save(0, args=args(ot.args.TrainStateSave(STATE, provenance=())))
+    with manager_of(tmp_path) as manager:
+        manager.save(0, args=ot.args.TrainStateSave(STATE, provenance=()))
         manager.wait_until_finished()
-        state = manager.restore(0, args=args(ot.args.TrainStateRestore(TARGET, SWAP)))
-        state = state["state"] if again == "by v1" else state
+        state = manager.restore(0, args=ot.args.TrainStateRestore(TARGET, SWAP))
         assert values(state) == SWAPPED
-        if again == "by v1":
-            with ot.v1.context(), v1.training.Checkpointer(tmp_path) as checkpointer:
-                checkpointer.load(0, ot.v1.AbstractTrainState(TARGET))
-        elif again == "as stock":
+        if again == "as stock":
             manager.restore(0)
         else:
             manager.restore(0, args=ot.args.TrainStateRestore(TARGET))
         with caplog.at_level(logging.WARNING, logger="orbax_t5x"):
             for step in (1, 2):
-                manager.save(step, args=args(ot.args.TrainStateSave(state)))
+                manager.save(step, args=ot.args.TrainStateSave(state))
         (warning,) = [one for one in caplog.records if one.levelno == logging.WARNING]
         assert "provenance=" in warning.getMessage()
-        manager.save(3, args=args(ot.args.TrainStateSave(state, provenance=[made(MINE)])))
-        manager.save(4, args=args(ot.args.TrainStateSave(state)))
-    assert [recorded(tmp_path, step, item) for step in (1, 2)] == [[UNRECORDED]] * 2
-    assert [recorded(tmp_path, step, item) for step in (3, 4)] == [[made(MINE)]] * 2
+        manager.save(3, args=ot.args.TrainStateSave(state, provenance=[made(MINE)]))
+        manager.save(4, args=ot.args.TrainStateSave(state))
+    assert [recorded(tmp_path, step) for step in (1, 2)] == [[UNRECORDED]] * 2
+    assert [recorded(tmp_path, step) for step in (3, 4)] == [[made(MINE)]] * 2
 
 
 def test_evaluation_of_steps_of_the_same_lineage_changes_nothing(tmp_path, caplog):
@@ -471,6 +455,7 @@ def test_a_root_that_is_begun_anew_has_no_lineage(tmp_path, how, given):
     else:
         with manager_of(run) as manager:
             manager.delete(0)
+    handler_of.cache_clear()
     save(run, 0, provenance=given)
     assert recorded(run, 0) == ([UNRECORDED] if given is None else [])
     # The entries of the old run are gone: this is the first restore of the new one.

@@ -8,7 +8,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.provenance import runs
 
 T = ot.transforms
 SWAP = T.Rename([("m0", "m1"), ("m1", "m0")])
@@ -22,13 +21,11 @@ def values(state):
 
 @pytest.fixture
 def run(tmp_path):
-    runs.forget_all()
     with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
         checkpointer.save(tmp_path / "source", args=ot.args.TrainStateSave(STATE, provenance=()))
     plan = ot.plan_restore(tmp_path / "source", None, [SWAP])
     with ocp.CheckpointManager(tmp_path / "run", item_handlers=ot.TrainStateHandler()) as manager:
         manager.save(0, args=ot.args.TrainStateSave(plan.execute(), provenance=plan.provenance))
-    runs.forget_all()
     return tmp_path / "run"
 
 
@@ -73,12 +70,10 @@ def test_the_rest_is_recorded_with_the_next_save(run):
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), STATE)
     target = {"m0": abstract["m0"], "m1": abstract["m1"], "new": abstract["old"]}
     for step in (1, 2):
-        runs.forget_all()
         with ocp.CheckpointManager(run, item_handlers=ot.TrainStateHandler()) as manager:
             start = ot.restore_or_initialize(manager, target, init_from=run, transforms=[SWAP, RENAME])
             assert (start.step, values(start.state)) == (step - 1, {"m0": 0.0, "m1": 1.0, "new": 5.0})
             manager.save(step, args=ot.args.TrainStateSave(start.state))
-    runs.forget_all()
     with pytest.raises(ot.RestorePlanError, match="missing in those given"):
         ot.restore(run, target, [RENAME])
 
@@ -113,7 +108,6 @@ def test_the_newest_list_leads_from_any_version_to_the_newest_values(tmp_path, s
         manager.save(0, args=ot.args.TrainStateSave(plan.execute(), provenance=plan.provenance))
     target = {name: np.zeros_like(leaf) for name, leaf in versions[-1].items()}
     for way in WAYS.values():
-        runs.forget_all()
         restored = way(tmp_path / "run", target, rules)
         assert restored.keys() == versions[-1].keys()
         for name, leaf in versions[-1].items():

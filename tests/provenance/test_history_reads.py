@@ -10,7 +10,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.provenance import runs
 from orbax_t5x.provenance.records import UNRECORDED
 from orbax_t5x.restoring import run_steps
 from tests.support.google_store import GoogleStore
@@ -48,11 +47,6 @@ class Events:
 @pytest.fixture(scope="module")
 def events():
     return Events()
-
-
-@pytest.fixture(autouse=True)
-def new_process():
-    runs.forget_all()
 
 
 def make_run(root, steps, *, recorded=()):
@@ -133,9 +127,9 @@ def test_the_provenance_of_a_plan_without_transforms_counts_older_steps(tmp_path
 @pytest.mark.slow
 def test_a_save_reads_the_newest_steps_alone(tmp_path, events):
     run = make_run(tmp_path, 400, recorded=range(399))
-    key = run_steps.run_of(run, "default")
-    assert run_steps.newest_lineage(key, except_step=400) == (UNRECORDED,)
-    opens, lists = events.of(lambda: run_steps.newest_lineage(key, except_step=400))
+    next_step = run_steps.StepItem(str(run), "default", 400)
+    assert run_steps.newest_lineage(next_step) == (UNRECORDED,)
+    opens, lists = events.of(lambda: run_steps.newest_lineage(next_step))
     assert (opens, lists) == (2 * 16, 1)
 
 

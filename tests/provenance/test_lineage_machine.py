@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import orbax_t5x as ot
-from orbax_t5x.provenance import records, runs
+from orbax_t5x.provenance import records
 from orbax_t5x.provenance.chains import ChainRecord
 
 NAMES = ("x", "y", "z")
@@ -53,6 +53,7 @@ def moved(state, chain):
 
 
 UNKNOWN = "?"
+AMBIGUOUS = "differing"
 
 
 def history_of(entries):
@@ -88,43 +89,33 @@ def conversion(entries, chain):
     return "ask"
 
 
-@dataclasses.dataclass
-class Entry:
-    """The model of an entry in the table of runs."""
-
-    entries: tuple
-    restored: bool = False
-    ambiguous: bool = False
-
-
 @dataclasses.dataclass(eq=False)
 class Item:
-    """One item of the run: the state in memory, the entry of the table, and what each step holds and records."""
+    """One item of the run: the state in memory, what restores led to, and what each step holds and records."""
 
     values: dict
     entries: tuple = ()
     provenance: tuple | None = None
-    table: Entry | None = None
+    led_to: tuple | str | None = None
     steps: dict = dataclasses.field(default_factory=dict)
 
     def note_restored(self, entries):
-        if self.table is None or not self.table.restored:
-            self.table = Entry(entries, True)
-        elif history_of(self.table.entries) == history_of(entries):
-            answers = [entry for entry in entries if entry.endswith("+") and entry not in self.table.entries]
-            self.table.entries += tuple(answers)
+        if self.led_to is None:
+            self.led_to = entries
+        elif self.led_to != AMBIGUOUS and history_of(self.led_to) == history_of(entries):
+            self.led_to += tuple(entry for entry in entries if entry.endswith("+") and entry not in self.led_to)
         else:
-            self.table.ambiguous = True
+            self.led_to = AMBIGUOUS
 
     def record(self, given=None):
         """Returns what a save records."""
-        table = self.table or Entry(self.steps[max(self.steps)][1] if self.steps else (UNKNOWN,))
-        if given is not None:
-            table = Entry(given, table.restored)
-        elif table.ambiguous:
-            table.entries = (UNKNOWN,)
-        self.table = table
-        return table.entries
+        led_to = self.led_to
+        if led_to is None and given is None:
+            return self.steps[max(self.steps)][1] if self.steps else (UNKNOWN,)
+        recorded = given if given is not None else (UNKNOWN,) if led_to == AMBIGUOUS else led_to
+        if given is not None or recorded == (UNKNOWN,):
+            self.led_to = None
+        return recorded
 
 
 class Lineages(RuleBasedStateMachine):
@@ -136,7 +127,7 @@ class Lineages(RuleBasedStateMachine):
         self.root = self.base / "run"
         self.items = {}
         self.converted = 0
-        runs.forget_all()
+        self.new_job(by_v1=False)
         for name, state in (("source", SOURCE), ("teacher", TEACHER)):
             with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
                 checkpointer.save(self.base / name, args=ot.args.TrainStateSave(state, provenance=()))
@@ -144,36 +135,43 @@ class Lineages(RuleBasedStateMachine):
     def teardown(self):
         shutil.rmtree(self.base)
 
-    def manager(self, handlers=None):
-        handlers = handlers or {name: ot.TrainStateHandler() for name in ITEMS}
-        return ocp.CheckpointManager(self.root, item_handlers=handlers)
+    def new_job(self, *, by_v1):
+        """Begins a process, which saves and restores with handlers or with a context of its own."""
+        self.by_v1 = by_v1
+        self.handlers = {name: ot.TrainStateHandler() for name in ITEMS}
+        self.context = ot.v1.context()
+        for item in self.items.values():
+            # It goes on from the newest step, whatever the old process had done since.
+            item.values, item.entries = item.steps[self.newest()]
+            item.led_to = item.provenance = None
+
+    def manager(self):
+        return ocp.CheckpointManager(self.root, item_handlers=self.handlers)
 
     @contextlib.contextmanager
     def v1_checkpointer(self):
-        with ot.v1.context(), v1.training.Checkpointer(self.root) as checkpointer:
+        with self.context, v1.training.Checkpointer(self.root) as checkpointer:
             yield checkpointer
 
-    def restored(self, item, transforms, step=None, *, by_v1=False, **keywords):
+    def restored(self, item, transforms, step, **keywords):
         """Returns the restored item, and the provenance to pass (version 0 only)."""
-        step = self.newest() if step is None else step
-        if by_v1:
+        if self.by_v1:
             with self.v1_checkpointer() as checkpointer:
                 abstract = {item: ot.v1.AbstractTrainState(TARGET, transforms, **keywords)}
                 return checkpointer.load_checkpointables(step, abstract)[item], None
-        handlers = {name: ot.TrainStateHandler() for name in ITEMS}
         args = ocp.args.Composite(**{item: ot.args.TrainStateRestore(TARGET, transforms, **keywords)})
-        with self.manager(handlers) as manager:
-            return manager.restore(step, args=args)[item], handlers[item].provenance
+        with self.manager() as manager:
+            return manager.restore(step, args=args)[item], self.handlers[item].provenance
 
     def newest(self):
         return max(self.items["model"].steps, default=-1)
 
-    def write(self, given=None, *, by_v1=False):
+    def write(self, given=None):
         """Saves all items; `given`: item -> (what the model records, `provenance=`)."""
         given, step = given or {}, self.newest() + 1
-        ambiguous = [item for item in self.items.values() if item.table and item.table.ambiguous]
+        ambiguous = [item for item in self.items.values() if item.led_to == AMBIGUOUS]
         expected = {name: item.record(given.get(name, (None,))[0]) for name, item in self.items.items()}
-        if by_v1:
+        if self.by_v1:
             with self.v1_checkpointer() as checkpointer:
                 tree = {name: item.values for name, item in self.items.items()}
                 assert checkpointer.save_checkpointables(step, tree)
@@ -198,6 +196,8 @@ class Lineages(RuleBasedStateMachine):
         values = plan.execute()
         assert_equal(values, moved(SOURCE, chain))
         given = {"plan": ((chain,), plan.provenance), "nothing applied": ((), ()), "not told": (None, None)}[told]
+        self.items = {}
+        self.new_job(by_v1=False)
         self.items = {"model": Item(values, given[0] or ()), "ema": Item(SOURCE)}
         self.write({"model": given, "ema": ((), ())})
 
@@ -215,30 +215,24 @@ class Lineages(RuleBasedStateMachine):
             shutil.rmtree(self.root)
         self.begin(chain, told)
 
-    @rule(by_v1=st.booleans())
-    def train_and_save(self, by_v1):
+    @rule()
+    def train_and_save(self):
         for item in self.items.values():
             item.values = {name: array + 1 for name, array in item.values.items()}
-        self.write(by_v1=by_v1)
+        self.write()
 
     @rule()
     def save_with_what_the_restore_did(self):
         given = {
             name: (item.entries, item.provenance)
             for name, item in self.items.items()
-            if item.provenance is not None
-            and item.table
-            and (item.table.ambiguous or item.table.entries == item.entries)
+            if item.provenance is not None and item.led_to in (AMBIGUOUS, item.entries)
         }
         self.write(given)
 
-    @rule()
-    def new_process(self):
-        runs.forget_all()
-        for item in self.items.values():
-            # It goes on from the newest step, whatever the old process had done since.
-            item.values, item.entries = item.steps[self.newest()]
-            item.table = item.provenance = None
+    @rule(by_v1=st.booleans())
+    def new_process(self, by_v1):
+        self.new_job(by_v1=by_v1)
 
     @rule()
     def go_on_in_a_copy(self):
@@ -246,9 +240,7 @@ class Lineages(RuleBasedStateMachine):
         copied = self.base / f"run_of_{self.converted}"
         shutil.copytree(self.root, copied)
         self.root = copied
-        for item in self.items.values():
-            item.values, item.entries = item.steps[self.newest()]
-            item.table = item.provenance = None
+        self.new_job(by_v1=self.by_v1)
 
     @rule()
     def copy_a_step(self):
@@ -257,15 +249,13 @@ class Lineages(RuleBasedStateMachine):
         for item in self.items.values():
             item.steps[newest + 1] = item.steps[newest]
 
-    @rule(
-        item=items, chain=chains, goes_on=st.booleans(), older=st.booleans(), adopts=st.booleans(), by_v1=st.booleans()
-    )
-    def restore_a_step(self, item, chain, goes_on, older, adopts, by_v1):
+    @rule(item=items, chain=chains, goes_on=st.booleans(), older=st.booleans(), adopts=st.booleans())
+    def restore_a_step(self, item, chain, goes_on, older, adopts):
         """Resumes from the newest or the oldest step, or only evaluates it."""
         model, step = self.items[item], (min if older else max)(self.items[item].steps)
         values, entries = model.steps[step]
         outcome = verdict(entries, chain)
-        call = functools.partial(self.restored, item, RULES[chain], step, by_v1=by_v1)
+        call = functools.partial(self.restored, item, RULES[chain], step)
         if outcome == "ask":
             with pytest.raises(ot.RestorePlanError) as raised:
                 call()
@@ -284,11 +274,11 @@ class Lineages(RuleBasedStateMachine):
         assert_equal(state, values)
         self.took(model, values, entries, provenance, adopts)
 
-    @rule(item=items, older=st.booleans(), adopts=st.booleans(), by_v1=st.booleans())
-    def restore_plainly(self, item, older, adopts, by_v1):
+    @rule(item=items, older=st.booleans(), adopts=st.booleans())
+    def restore_plainly(self, item, older, adopts):
         model, step = self.items[item], (min if older else max)(self.items[item].steps)
         values, entries = model.steps[step]
-        state, provenance = self.restored(item, (), step, by_v1=by_v1)
+        state, provenance = self.restored(item, (), step)
         assert_equal(state, values)
         self.took(model, values, entries, provenance, adopts)
 
@@ -296,22 +286,25 @@ class Lineages(RuleBasedStateMachine):
     def restore_as_stock(self, item, adopts):
         model = self.items[item]
         values, entries = model.steps[self.newest()]
-        handlers = {name: ot.TrainStateHandler() for name in ITEMS}
-        with self.manager(handlers) as manager:
+        if self.by_v1:
+            return
+        with self.manager() as manager:
             args = ocp.args.Composite(**{item: ot.args.TrainStateRestore()})
             assert_equal(manager.restore(self.newest(), args=args)[item], values)
-        self.took(model, values, entries, handlers[item].provenance, adopts)
+        self.took(model, values, entries, self.handlers[item].provenance, adopts)
 
     def took(self, item, values, entries, provenance, adopts):
         """Takes a restored state for the job's, or leaves it; the first in a process is the job's."""
-        is_first = item.table is None or not item.table.restored
+        is_first = item.led_to is None
         item.note_restored(entries)
         if adopts or is_first:
             item.values, item.entries, item.provenance = values, entries, provenance
 
     @rule(item=items, chain=chains)
     def restore_a_teacher(self, item, chain):
-        state, _ = self.restored(item, RULES[chain], source=self.base / "teacher")
+        args = ot.args.TrainStateRestore(TARGET, RULES[chain], source=self.base / "teacher")
+        with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+            state = checkpointer.restore(self.root / str(self.newest()) / item, args=args)
         assert_equal(state, moved(TEACHER, chain))
 
     @rule(item=items, chain=chains)

@@ -27,11 +27,12 @@ def test_a_runs_lineage_is_read_from_committed_steps(tmp_path):
     with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler(), options=options()) as manager:
         manager.save(1, args=ot.args.TrainStateSave({"x": np.ones(2)}, provenance=()))
         manager.save(2, args=ot.args.TrainStateSave({"x": np.ones(2)}))
-    run = step_item(tmp_path / "2" / "default").run
-    recorded = newest_lineage(run, except_step=3)
+    next_step = step_item(tmp_path / "3" / "default")
+    assert next_step == (str(tmp_path), "default", 3)
+    recorded = newest_lineage(next_step)
     assert recorded is not None
     metadata = tmp_path / "2" / "default" / "_METADATA"
     metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "custom_metadata": None}))
-    assert newest_lineage(run, except_step=3) != recorded
+    assert newest_lineage(next_step) != recorded
     unfinish(tmp_path / "2")
-    assert newest_lineage(run, except_step=3) == recorded
+    assert newest_lineage(next_step) == recorded

@@ -95,6 +95,7 @@ class PreparedSave:
     save_args: Any
     custom_metadata: dict[str, Any] | None
     writer: ChunkWriter
+    lineage: Sequence[Mapping[str, Any]]
 
 
 def prepare_save(
@@ -136,9 +137,8 @@ def prepare_save(
         for leaf, option in zip(ready, options, strict=True)
     ]
     metadata = {**(args.custom_metadata or {}), **provenance.to_metadata([dict(record) for record in records], skipped)}
-    return PreparedSave(
-        _put_together(treedef, ready, ready), _put_together(treedef, save_args, ready), metadata or None, writer
-    )
+    tree, options = _put_together(treedef, ready, ready), _put_together(treedef, save_args, ready)
+    return PreparedSave(tree, options, metadata or None, writer, records)
 
 
 def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:

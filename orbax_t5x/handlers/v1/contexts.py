@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import orbax.checkpoint.experimental.v1 as v1
 
+from orbax_t5x.handlers.run_lineage import RestoredHistory
 from orbax_t5x.handlers.v1.handler import AnyTreeHandler, V1TrainStateHandler
 from orbax_t5x.handlers.v1.orbax_v1_names import global_entries, recorded_type
 from orbax_t5x.provenance.records import given_lineage
@@ -37,9 +38,8 @@ def context(
       base: whose options the new context has; None for Orbax's defaults, as in `ocp.Context`.
       checksums: whether saves write checksums beside the arrays, for later loads and `orbax_t5x.verify`. None: as in
         `base`, and True if that sets none.
-      provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. It holds for
-        all later saves into the same root, in this context or another. None: as in `base`, and if that
-        sets none, the run's lineage.
+      provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. None: as in
+        `base`, and if that sets none, what loads in this context led to, else the record of the root's newest step.
       on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
         "skip": it is left out, and its name, shape and dtype are recorded. None: as in `base`, and
         "error" if that sets none.
@@ -66,7 +66,7 @@ def context(
         given["on_unsupported"] = on_unsupported
     made = _ReenteredContext(base)
     registry = made.checkpointables.registry
-    handler = _handler_with(given, _handler_of(registry))
+    handler = _handler_with(given, handler_of(registry))
     made.checkpointables.registry = _with_handler(registry, handler)
     return made
 
@@ -162,7 +162,7 @@ class _ReenteredContext(v1.Context):  # pyright: ignore[reportGeneralTypeIssues]
         entries[own[-1]][1].__exit__(*raised)
 
 
-def _handler_of(registry: v1.handlers.CheckpointableHandlerRegistry) -> type[V1TrainStateHandler]:
+def handler_of(registry: v1.handlers.CheckpointableHandlerRegistry) -> type[V1TrainStateHandler]:
     """Returns the last of our handlers in a registry.
 
     It has the options of the context that made it.
@@ -173,7 +173,8 @@ def _handler_of(registry: v1.handlers.CheckpointableHandlerRegistry) -> type[V1T
 
 def _handler_with(given: Mapping[str, Any], handler: type[V1TrainStateHandler]) -> type[V1TrainStateHandler]:
     """Makes a handler class like `handler` with the given options."""
-    return type(handler.__name__, (handler,), {"options": dataclasses.replace(handler.options, **given)})
+    own = {"options": dataclasses.replace(handler.options, **given), "history": RestoredHistory()}
+    return type(handler.__name__, (handler,), own)
 
 
 def _with_handler(

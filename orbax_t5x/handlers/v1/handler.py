@@ -1,8 +1,7 @@
 """Handler of Orbax v1: Orbax writes trees, our plan loads.
 
-Orbax makes a handler anew for each use, from only its class. So there is no state here but the options of the context
-(`orbax_t5x.v1.context`), which makes a class with them; what is known of a run is kept for the whole process
-(`orbax_t5x.provenance.runs`).
+Orbax makes a handler anew for each use, from only its class. So the state is the class's: the options of the context
+(`orbax_t5x.v1.context`), and the history of what was loaded.
 """
 
 from __future__ import annotations
@@ -19,13 +18,20 @@ from etils import epath
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.restore.stock import read_metadata
-from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
+from orbax_t5x.handlers.run_lineage import RestoredHistory, recorded_lineage
 from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
-from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, recording, writes_directories
+from orbax_t5x.handlers.v1.orbax_v1_names import (
+    active_context,
+    is_partial,
+    recorded_type,
+    recording,
+    writes_directories,
+)
 from orbax_t5x.handlers.v1.saving import RunningSave, copy_tree_to_host, discard_refused, finish
 from orbax_t5x.lazy import LazyArray
+from orbax_t5x.provenance.records import to_metadata
 from orbax_t5x.restoring.targets import require_finite
 from orbax_t5x.text.wording import leaves_text
 from orbax_t5x.trees.flat import EndlessTreeError
@@ -58,6 +64,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
     """
 
     options: ClassVar[SaveOptions] = SaveOptions()
+    history: ClassVar[RestoredHistory] = RestoredHistory()
     _recorded: ClassVar[type[V1TrainStateHandler] | None] = None
 
     def __new__(cls) -> V1TrainStateHandler:
@@ -85,8 +92,12 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         Raises:
           UnsupportedCheckpointError: leaves that Orbax cannot store, by name; nothing was written.
         """
+        if is_partial(checkpointable):
+            lineage = self.history.to_save(directory.path, self.options.provenance, primary=self._is_primary())
+            with recording(checkpointable.handler, to_metadata(lineage, is_partial=True)):
+                return await checkpointable.save(directory)
         try:
-            prepared, recorded = self._prepare(directory, checkpointable)
+            prepared = self._prepare(directory, checkpointable)
             tree, copies = prepared.tree, None
             if self.options.checksums:
                 tree, copies = copy_tree_to_host(tree, self._context)
@@ -96,11 +107,12 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
             if self._is_primary():
                 discard_refused(directory.path)
             raise
-        recorded.remember()
+        is_given = self.options.provenance is not None
+        self.history.note_saved(directory.path, prepared.lineage, is_given=is_given)
         rest = partial(finish, directory, written, copies, self._context.multiprocessing)
         return RunningSave(written, rest)
 
-    def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> tuple[PreparedSave, SavedLineage]:
+    def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> PreparedSave:
         saved = tree.state_dict() if is_train_state(tree) else tree
         require_finite(saved)
         leaves = jax.tree_util.tree_leaves_with_path(saved)
@@ -109,12 +121,11 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
             fix = "read them with .get(), or save with orbax_t5x.TrainStateHandler, which streams them"
             count = f"{len(lazy)} of {leaves_text(len(leaves))} hold a lazy array"
             raise UnsupportedCheckpointError(f"{count}, which v1 cannot stream: {fix}", leaf=lazy[0] or None)
-        recorded = SavedLineage(directory.path, self.options.provenance, primary=self._is_primary())
+        lineage = self.history.to_save(directory.path, self.options.provenance, primary=self._is_primary())
         args = TrainStateSave(saved, on_unsupported=self.options.on_unsupported)
         types = _StoredTypes(self._orbax, [leaf for _, leaf in leaves])
         in_directories = writes_directories(self._context)
-        prepared = prepare_save(args, recorded.lineage, types, deferred=True, in_directories=in_directories)
-        return prepared, recorded
+        return prepare_save(args, lineage, types, deferred=True, in_directories=in_directories)
 
     def _is_primary(self) -> bool:
         return v1.multihost.is_primary_host(self._context.multiprocessing.primary_host)
@@ -135,13 +146,13 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
                 abstract = AbstractTrainState(abstract)
             # Here and not in the background: what is raised there, `load_checkpointables` hides in an error that calls
             # the handler incompatible.
-            return _LoadedValue(load_into(directory, abstract, self._context))
+            return _LoadedValue(load_into(directory, abstract, self._context, self.history))
         return self._load_saved(directory, await self._orbax.load(directory, abstract_checkpointable))
 
     async def _load_saved(self, directory: epath.Path, loading: Awaitable[Any]) -> Any:
         loaded = await loading
         if self._is_primary():
-            remember_restored(directory, recorded_lineage(directory, read_metadata(directory)))
+            self.history.note(directory, recorded_lineage(directory, read_metadata(directory)))
         return loaded
 
     # -- the rest
@@ -159,7 +170,9 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
             require_levels(checkpointable)
         except EndlessTreeError:
             return True
-        return is_train_state(checkpointable) or self._orbax.is_handleable(checkpointable)
+        if is_train_state(checkpointable) or is_partial(checkpointable):
+            return True
+        return self._orbax.is_handleable(checkpointable)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
         """Tests if a plan loads the tree.

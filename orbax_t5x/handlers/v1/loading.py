@@ -13,7 +13,7 @@ import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
 from orbax_t5x.concurrency import guarded
-from orbax_t5x.handlers.run_lineage import remember_restored
+from orbax_t5x.handlers.run_lineage import RestoredHistory
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState, plain_target
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context
 from orbax_t5x.lazy.read_stats import Verify
@@ -31,7 +31,9 @@ from orbax_t5x.transforms.patterns.table import Pattern
 
 
 @guarded
-def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.Context) -> Any:
+def load_into(
+    directory: epath.Path, abstract: AbstractTrainState, context: v1.Context, history: RestoredHistory
+) -> Any:
     """Loads a directory's checkpointable, or the `source`.
 
     The `source` is the target's. All processes load together.
@@ -51,8 +53,7 @@ def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.C
             plan = open_plan(source, abstract.target, abstract.transforms, options, stack, caller)
             agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
         restored = plan.run(options)
-    if own:
-        remember_restored(directory, plan.provenance)
+    history.note(directory, plan.provenance)
     return restored
 
 

@@ -19,6 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as v1
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
+from orbax.checkpoint.experimental.v1._src.partial.saving import _PartialSavePyTree
 
 
 def active_context() -> v1.Context:
@@ -42,6 +43,16 @@ def manager_of(checkpointer: v1.training.Checkpointer) -> ocp.CheckpointManager:
     It lists steps and waits for saves.
     """
     return checkpointer._manager
+
+
+def context_of(checkpointer: v1.training.Checkpointer) -> v1.Context:
+    """Returns the context of a `Checkpointer`'s saves and loads."""
+    return checkpointer._context
+
+
+def is_partial(checkpointable: Any) -> bool:
+    """Tests for a tree of `partial.save`."""
+    return isinstance(checkpointable, _PartialSavePyTree)
 
 
 def recorded_type() -> str:

@@ -32,14 +32,17 @@ from orbax_t5x.errors import (
     RestorePlanError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.handlers.orbax_names import processes_of, step_directory
-from orbax_t5x.handlers.v1.orbax_v1_names import manager_of
+from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
+from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
+from orbax_t5x.handlers.orbax_names import processes_of, registry_of, step_directory
+from orbax_t5x.handlers.run_lineage import EVERY_ITEM, RestoredHistory
+from orbax_t5x.handlers.v1.contexts import handler_of
+from orbax_t5x.handlers.v1.orbax_v1_names import context_of, manager_of
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
 from orbax_t5x.provenance.decision import CallerKind, Decision
 from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded
-from orbax_t5x.provenance.runs import EVERY_ITEM, RunKey, begin_run, note_restored
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
 from orbax_t5x.restoring.api import open_plan
@@ -49,7 +52,6 @@ from orbax_t5x.restoring.lineage import Caller, Records
 from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
-from orbax_t5x.restoring.run_steps import run_of
 from orbax_t5x.restoring.sources import AnySource, OpenSources, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import with_full_stop
@@ -145,14 +147,16 @@ def restore_or_initialize(
       ...     step, how
       (0, 'scratch')
     """
+    histories: list[RestoredHistory] = []
     if isinstance(manager, v1.training.Checkpointer):
         manager.wait()
+        histories = [handler_of(context_of(manager).checkpointables.registry).history]
         manager = manager_of(manager)
     if not hasattr(manager, "all_steps"):
         what = "an ocp.CheckpointManager, such as ocp.CheckpointManager(path), or Orbax v1's training.Checkpointer"
         raise TypeError(f"manager is {manager!r}; pass {what}")
     options = dataclasses.replace(RestoreOptions.among(locals()), fallback=init_fn)
-    start = _JobStart(manager, target, options)
+    start = _JobStart(manager, target, options, histories or _histories_of(manager))
     resumed = start.resume(unopened_chain(init_from, transforms))
     if resumed is not None:
         return resumed
@@ -203,10 +207,13 @@ class _JobStart:
     `skipped` are the damaged steps, which were passed over.
     """
 
-    def __init__(self, manager: ocp.CheckpointManager, target: Any, options: RestoreOptions):
+    def __init__(
+        self, manager: ocp.CheckpointManager, target: Any, options: RestoreOptions, histories: Sequence[RestoredHistory]
+    ):
         self._manager = manager
         self._root = os.fspath(manager.directory)
         self._target = target
+        self._histories = histories
         self._processes = processes_of(manager)
         self._options = dataclasses.replace(options, multiprocessing_options=self._processes)
         self.skipped: list[int] = []
@@ -221,7 +228,8 @@ class _JobStart:
             attempt = self._attempt(directory, chain)
             if isinstance(attempt, _RestoreResult):
                 for item, lineage in attempt.lineages(single=self._item_in(directory)).items():
-                    note_restored(run_of(self._root, item), lineage)
+                    for history in self._histories:
+                        history.note_item(item, lineage)
                 return TrainingStart(attempt.state, step, "resumed")
             self.skipped.append(step)
             refused = refused or (attempt.reason if attempt.is_refusal else "")
@@ -303,7 +311,7 @@ class _JobStart:
             restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "convert")
         except RestorePlanError as error:
             raise with_init_fn(error) from error.__cause__
-        begin_run(self._run(), restored.plan.provenance)
+        self._begin(restored.plan.provenance)
         return TrainingStart(restored.state, _FIRST_STEP, "initialized")
 
     def from_scratch(self) -> TrainingStart:
@@ -321,11 +329,12 @@ class _JobStart:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
         state = plan.run(self._options)
-        begin_run(self._run(), ())
+        self._begin(())
         return TrainingStart(state, _FIRST_STEP, "scratch")
 
-    def _run(self) -> RunKey:
-        return run_of(self._root, EVERY_ITEM if self._options.item is None else self._options.item)
+    def _begin(self, lineage: Lineage) -> None:
+        for history in self._histories:
+            history.begin(EVERY_ITEM if self._options.item is None else self._options.item, lineage)
 
     def _restore(
         self, source: AnySource, transforms: Transforms, options: RestoreOptions, kind: CallerKind
@@ -344,6 +353,21 @@ class _JobStart:
                 plan = open_plan(source, self._target, transforms, options, stack, caller)
                 together.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
             return _RestoreResult(plan.run(options), plan, records)
+
+
+def _histories_of(manager: ocp.CheckpointManager) -> list[RestoredHistory]:
+    """Returns the histories of a manager's handlers of train states.
+
+    A manager that makes its handlers later gets a handler here.
+    """
+    registry = registry_of(manager)
+    handlers = {id(one): one for one in registry.get_all_entries().values() if isinstance(one, TrainStateHandler)}
+    if not handlers:
+        handler = TrainStateHandler(multiprocessing_options=processes_of(manager))
+        for args in (TrainStateSave, TrainStateRestore):
+            registry.add(None, args, handler)
+        return [handler.history]
+    return [handler.history for handler in handlers.values()]
 
 
 def _recorded_items(directory: epath.Path) -> Mapping[str, Any] | None:

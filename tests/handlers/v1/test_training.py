@@ -1,7 +1,9 @@
 """Orbax v1's `training.Checkpointer` with our context: steps, policies, and transforms that happen once in a run."""
 
 import contextlib
+import functools
 import gc
+import itertools
 import json
 
 import jax
@@ -16,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.handlers.v1 import saving
-from orbax_t5x.provenance import runs
 from orbax_t5x.provenance.records import UNRECORDED
 from tests.support.orbax_v1 import abstract_of, assert_same, flip_a_byte
 
@@ -25,11 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when 
 SWAP = ot.transforms.Rename([("x", "y"), ("y", "x")])
 OTHER = ot.transforms.Rename([("y", "z"), ("z", "y")])
 STATE = {name: np.full(3, value, np.float32) for name, value in (("x", 1), ("y", 2), ("z", 3))}
-
-
-@pytest.fixture(autouse=True)
-def new_process():
-    runs.forget_all()
 
 
 def tree(step=0):
@@ -212,14 +208,19 @@ def recorded(root, step, name="state"):
     return metadata["custom_metadata"]["orbax_t5x"]["provenance"]
 
 
+@functools.cache
+def context_of(root, **keywords):
+    return ot.v1.context(**keywords)
+
+
 def load(root, step, transforms=(), **keywords):
-    with ot.v1.context():
+    with context_of(root):
         state = ocp.load(root / str(step), ot.v1.AbstractTrainState(STATE, transforms, **keywords))
     return {name: float(array[0]) for name, array in state.items()}
 
 
 def save(root, step, state=STATE, **keywords):
-    with ot.v1.context(**keywords):
+    with ot.v1.context(**keywords) if keywords else context_of(root):
         ocp.save(root / str(step), state)
 
 
@@ -234,7 +235,6 @@ def test_a_run_that_was_initialised_is_not_transformed_again(tmp_path):
     root = tmp_path / "run"
     save(root, 0, plan.execute(), provenance=plan.provenance)
     save(root, 1, plan.execute())  # what was said once holds
-    runs.forget_all()
     for step in range(2):
         assert recorded(root, step)[0]["transforms"] == ["Rename: ('x', 'y')", "Rename: ('y', 'x')"]
         assert load(root, step, [SWAP]) == {"x": 2.0, "y": 1.0, "z": 3.0}
@@ -243,26 +243,43 @@ def test_a_run_that_was_initialised_is_not_transformed_again(tmp_path):
     assert load(root, 1, [OTHER], is_resuming=True) == {"x": 2.0, "y": 1.0, "z": 3.0}
     # The answer is remembered with the next save, and a new process asks no second time.
     save(root, 2, plan.execute())
-    runs.forget_all()
     assert load(root, 2, [OTHER]) == {"x": 2.0, "y": 1.0, "z": 3.0}
 
 
-def test_partial_saves_are_unrecorded_and_ask(tmp_path):
+def save_partially(path, state, *contexts):
+    for name, context in zip(state, itertools.cycle(contexts)):
+        with context:
+            ocp.partial.save(path, {name: state[name]})
+    ocp.partial.finalize(path)
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_partial_saves_record_what_loads_led_to(tmp_path, use_ocdbt):
     swap = ot.transforms.Rename([("a", "b"), ("b", "a")])
-    target = {name: np.zeros(2, np.float32) for name in "ab"}
-    path = tmp_path / "merged"
-    with ot.v1.context():
-        for name in target:
-            ocp.partial.save(path, {name: np.full(2, ord(name), np.float32)})
-        ocp.partial.finalize(path)
-        for load in (ocp.load, lambda path, state: ot.v1.load_and_transform(path, state.target, state.transforms)):
-            with pytest.raises(RestorePlanError, match="nothing records what was applied"):
-                load(path, ot.v1.AbstractTrainState(target, swap))
-        loaded = ocp.load(path, ot.v1.AbstractTrainState(target, swap, is_resuming=True))
-    assert {name: leaf[0] for name, leaf in loaded.items()} == {name: ord(name) for name in target}
-    with pytest.raises(RestorePlanError, match="nothing records what was applied"):
-        ot.restore(path, target, swap)
-    assert ot.restore(path, target)["a"][0] == ord("a")
+    state = {name: np.full(2, ord(name), np.float32) for name in "ab"}
+    ocp.save(tmp_path / "source", state)
+    context = ot.v1.context()
+    context.array.saving.use_ocdbt = use_ocdbt
+    with context:
+        swapped = ocp.load(tmp_path / "source", ot.v1.AbstractTrainState(state, swap))
+    save_partially(tmp_path / "merged", swapped, context)
+    with context:
+        again = ocp.load(tmp_path / "merged", ot.v1.AbstractTrainState(state, swap))
+    assert {name: chr(int(leaf[0])) for name, leaf in again.items()} == {"a": "b", "b": "a"}
+    with pytest.raises(RestorePlanError, match="remove is_resuming=False"), context:
+        ocp.load(tmp_path / "merged", ot.v1.AbstractTrainState(state, swap, is_resuming=False))
+
+
+@pytest.mark.parametrize("where", ["a stock context", "two contexts"])
+def test_partial_saves_of_differing_histories_ask(tmp_path, where):
+    swap = ot.transforms.Rename([("a", "b"), ("b", "a")])
+    state = {name: np.full(2, ord(name), np.float32) for name in "ab"}
+    contexts = [ocp.Context()] if where == "a stock context" else [ot.v1.context(provenance=()), ot.v1.context()]
+    save_partially(tmp_path / "merged", state, *contexts)
+    for load in (ot.restore, ot.v1.load_and_transform):
+        with pytest.raises(RestorePlanError, match="nothing records what was applied"):
+            load(tmp_path / "merged", state, swap)
+    assert ot.restore(tmp_path / "merged", state)["a"][0] == ord("a")
 
 
 def test_a_save_that_knows_nothing_is_unrecorded_and_asks(tmp_path):
@@ -282,26 +299,22 @@ def test_steps_of_a_run_go_on_from_whoever_wrote_them(tmp_path):
     with v0.CheckpointManager(tmp_path / "run", item_handlers={"state": ot.TrainStateHandler()}) as manager:
         args = ot.args.TrainStateSave(STATE, provenance=plan.provenance)
         manager.save(0, args=v0.args.Composite(state=args))
-    runs.forget_all()
     save(tmp_path / "run", 1)
     assert recorded(tmp_path / "run", 1) == recorded(tmp_path / "run", 0) != [UNRECORDED]
-    runs.forget_all()
     with v0.CheckpointManager(tmp_path / "run", item_handlers={"state": ot.TrainStateHandler()}) as manager:
         manager.save(2, args=v0.args.Composite(state=ot.args.TrainStateSave(STATE)))
     assert recorded(tmp_path / "run", 2) == recorded(tmp_path / "run", 0)
 
 
-def test_other_sources_do_not_change_the_runs_lineage(tmp_path):
+def test_a_run_that_begins_with_a_load_records_it(tmp_path):
     save(tmp_path / "run", 0, provenance=())
-    teacher = saved_source(tmp_path)
-    assert load(tmp_path / "run", 0, [SWAP], source=teacher)["x"] == 2.0
+    assert load(tmp_path / "run", 0, [SWAP], source=saved_source(tmp_path))["x"] == 2.0
     save(tmp_path / "run", 1)
-    assert recorded(tmp_path / "run", 1) == []
+    assert [len(entry["transforms"]) for entry in recorded(tmp_path / "run", 1)] == [2]
 
 
 def test_a_load_without_a_target_carries_the_record_along(tmp_path):
     save(tmp_path, 0, provenance=())
-    runs.forget_all()
     with ot.v1.context(), ocp.training.Checkpointer(tmp_path) as checkpointer:
         state = checkpointer.load(0)
         checkpointer.save(1, state)
@@ -311,7 +324,6 @@ def test_a_load_without_a_target_carries_the_record_along(tmp_path):
 def test_each_checkpointable_has_a_lineage_of_its_own(tmp_path):
     with ot.v1.context(provenance=()):
         ocp.save_checkpointables(tmp_path / "0", {"student": STATE})
-    runs.forget_all()
     with ot.v1.context():
         ocp.save_checkpointables(tmp_path / "1", {"student": STATE, "teacher": STATE})
     assert recorded(tmp_path, 1, "student") == []

@@ -6,13 +6,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_t5x.provenance import runs
 from tests.support.started_runs import SOURCE
-
-
-@pytest.fixture(autouse=True)
-def new_process():
-    runs.forget_all()
 
 
 @pytest.fixture

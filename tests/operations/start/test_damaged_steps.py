@@ -11,14 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.provenance import runs
 from tests.support.damaged_steps import TARGET, save_items, save_single, start, state
 from tests.support.started_runs import T, cut, cut_data, flip_a_bit, initial, our_args, ours, values
-
-
-@pytest.fixture(autouse=True)
-def new_process():
-    runs.forget_all()
 
 
 def save_stock(root):
@@ -108,7 +102,6 @@ def test_the_record_of_an_item_that_stands_alone_among_others_goes_on(tmp_path):
             found = ot.restore_or_initialize(manager, TARGET, init_from=source, transforms=rules)
             save = ot.args.TrainStateSave(found.state)
             manager.save(step + 1, args=ocp.args.Composite(state=save, data=ocp.args.JsonSave({})))
-        runs.forget_all()
         with ot.open_checkpoint(root, item="state") as opened:
             (entry,) = opened.metadata["custom_metadata"]["orbax_t5x"]["provenance"]
             assert len(entry["transforms"]) == 1

@@ -7,7 +7,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.provenance import runs
 from tests.support.started_runs import OTHER, STATE, SWAP, SWAPPED, T, initial, our_args, ours, recorded, values
 
 
@@ -18,7 +17,6 @@ def test_several_items_keep_their_own_lineages(tmp_path, target, source):
         state = ot.restore_or_initialize(manager, target, init_from=source, transforms=SWAP, item="model").state
         items = {"model": our_args(state), "ema": ot.args.TrainStateSave(STATE, provenance=())}
         manager.save(1, args=ocp.args.Composite(**items))
-    runs.forget_all()
     both = {"model": target, "ema": target}
     with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
         start = ot.restore_or_initialize(manager, both)
@@ -29,20 +27,23 @@ def test_several_items_keep_their_own_lineages(tmp_path, target, source):
         assert recorded(root / "2" / item) == recorded(root / "1" / item)
 
 
+# Managers that make their handlers at the first save get one from `restore_or_initialize`.
+MANAGERS = {"ours": ours, "no handler": ocp.CheckpointManager}
+
+
+@pytest.mark.parametrize("how_made", MANAGERS.values(), ids=MANAGERS)
 @pytest.mark.parametrize("how", ["initialized", "scratch"])
-def test_the_first_save_records_how_the_run_began(tmp_path, target, source, how):
+def test_the_first_save_records_how_the_run_began(tmp_path, target, source, how, how_made):
     root = tmp_path / "root"
     begins = {"init_from": source, "transforms": SWAP} if how == "initialized" else {"init_fn": initial}
-    with ours(root) as manager:
+    with how_made(root) as manager:
         start = ot.restore_or_initialize(manager, target, **begins)
         assert start.how == how
-    with ours(root) as manager:  # the lineage is the root's, not the manager's
         manager.save(1, args=our_args(start.state))
     lineage = recorded(root / "1" / "default")
     rules = [entry["transforms"] for entry in lineage]
     assert rules == ([["Rename: ('x', 'y')", "Rename: ('y', 'x')"]] if how == "initialized" else [])
     # A restore by the handler asks nobody.
-    runs.forget_all()
     with ours(root) as manager:
         again = manager.restore(1, args=ot.args.TrainStateRestore(target, SWAP if lineage else ()))
     assert values(again) == values(start.state)
@@ -66,7 +67,6 @@ def test_a_start_decides_by_the_table(tmp_path, target, source):
     back = T.Rename([("x", "z"), ("z", "x")])
 
     def start(transforms, **answer):
-        runs.forget_all()
         with ours(root) as manager:
             state, step, _ = ot.restore_or_initialize(
                 manager, target, init_from=source, transforms=transforms, **answer
@@ -97,7 +97,6 @@ def test_what_cannot_be_compared_is_asked(tmp_path, target, source):
         return SWAP(state, target)
 
     def start(**answer):
-        runs.forget_all()
         with ours(root) as manager:
             state, step, _ = ot.restore_or_initialize(
                 manager, target, init_from=source, transforms=[lambda s, t: opaque(s, t)], **answer
@@ -127,7 +126,6 @@ SOURCES_WITH_TRANSFORMS = {
 def test_transforms_of_sources_are_the_runs_too(tmp_path, target, source, which, caplog):
     init_from, transforms = SOURCES_WITH_TRANSFORMS[which](source)
     for _ in range(2):
-        runs.forget_all()
         with ours(tmp_path / "root") as manager, caplog.at_level(logging.WARNING, "orbax_t5x"):
             state, step, _ = ot.restore_or_initialize(manager, target, init_from=init_from, transforms=transforms)
             assert values(state) == SWAPPED

@@ -11,7 +11,6 @@ import orbax.checkpoint.experimental.v1 as v1
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.provenance import runs
 from tests.support.started_runs import (
     SOURCE,
     STATE,
@@ -66,7 +65,6 @@ def test_only_what_the_source_lacks_is_initialised(tmp_path, target, source):
 def test_a_run_goes_on_from_its_newest_step(tmp_path, target, source):
     root = tmp_path / "root"
     for expected in ("initialized", "resumed", "resumed"):
-        runs.forget_all()  # as a new process
         with ours(root) as manager:
             state, step, how = ot.restore_or_initialize(manager, target, init_from=source, transforms=SWAP)
             assert how == expected and values(state) == SWAPPED
@@ -189,7 +187,6 @@ def test_one_of_several_items_is_the_state(tmp_path, target, source, items, item
     root = tmp_path / "root"
 
     def start():
-        runs.forget_all()
         with ocp.CheckpointManager(root, **ITEMS[items]) as manager:
             state, step, how = ot.restore_or_initialize(manager, target, init_from=source, transforms=SWAP, item=item)
             args = {"state": our_args(state), "data": ocp.args.JsonSave({"at": step})}
@@ -237,7 +234,6 @@ def test_a_checkpointer_of_orbax_v1_is_a_manager(tmp_path, target, source):
     """With the same lineage rules: what was applied is recorded, and a restart asks nothing."""
     root = tmp_path / "root"
     for expected in (("scratch", 0), ("initialized", 0), ("resumed", 1), ("resumed", 2)):
-        runs.forget_all()  # as a new process
         begin = {"init_fn": initial} if expected[0] == "scratch" else {"init_from": source, "transforms": SWAP}
         with ot.v1.context(), v1.training.Checkpointer(root) as checkpointer:
             state, step, how = ot.restore_or_initialize(checkpointer, target, **begin)
