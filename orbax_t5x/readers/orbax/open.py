@@ -238,8 +238,21 @@ class _OrbaxOpening:
     ) -> Checkpoint:
         """Opens items."""
         described = {}
+        broken: dict[str, CheckpointError] = {}
         for item, prefix in prefixes.items():
-            described[item] = self._add_item(item, prefix)
+            try:
+                described[item] = self._add_item(item, prefix)
+            except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
+                broken[item] = error
+                if len(broken) == len(prefixes):
+                    raise
+                # The others open; a restore that wants this one fails.
+                for found in (self._leaves, self._empties):
+                    for name in [name for name in found if name.startswith(prefix)]:
+                        del found[name]
+                self._sequences = {name for name in self._sequences if not name.startswith(prefix)}
+        for item, error in broken.items():
+            self._leaves[item] = BrokenLeaf(item, error_at(error, path=error.path, leaf=item))
         single = next(iter(described.values())) if len(described) == 1 else {}
         metadata = {
             "custom_metadata": single.get("custom_metadata"),

@@ -325,3 +325,24 @@ def test_hundreds_of_leaves(tmp_path):
         for k in (0, 17, 149):
             assert checkpoint.leaves[f"layer_{k}/bias"].get() == k
             np.testing.assert_array_equal(checkpoint.leaves[f"layer_{k}/kernel"].get(), np.full((2, 2), k))
+
+
+@pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt"])
+def test_a_broken_item_leaves_the_others_open(tmp_path, file):
+    state = {"a": np.ones((4, 4), np.float32), "b": np.zeros(3, np.float32)}
+    with ocp.CheckpointManager(tmp_path, item_names=("state", "extra")) as manager:
+        items = {"state": ocp.args.PyTreeSave(state), "extra": ocp.args.PyTreeSave({"c": np.ones(2)})}
+        manager.save(1, args=ocp.args.Composite(**items))
+    step = tmp_path / "1"
+    (step / "extra" / file).unlink()
+    (step / "extra" / "_METADATA").write_text("{broken") if file == "_METADATA" else None
+    with ot.open_checkpoint(step) as opened:
+        assert set(opened.leaves) == {"extra", "state/a", "state/b"}
+        np.testing.assert_array_equal(opened.leaves["state/a"].get(), state["a"])
+        with pytest.raises(ot.errors.CorruptCheckpointError, match=str(step / "extra")):
+            opened.leaves["extra"].get()
+    found = ot.restore(step, {"state": state}, strict=False)
+    np.testing.assert_array_equal(found["state"]["a"], state["a"])
+    for options in ({}, {"item": "extra"}):
+        with pytest.raises(ot.errors.CorruptCheckpointError):
+            ot.restore(step, None, **options)
