@@ -21,12 +21,16 @@ from orbax_t5x.errors import (
     CheckpointError,
     CheckpointIOError,
     CheckpointNotFoundError,
+    LimitExceededError,
     UnsupportedCheckpointError,
     error_at,
 )
 from orbax_t5x.files.paths import split_name
 
 SCHEME = "hf"
+# Of repositories and revisions that do not exist, or that others may not know of.
+_NOT_THERE = (401, 404)
+_PART_BYTES = 1 << 16
 # A revision that begins with `refs/` has three parts: a pull request's, `refs/pr/3`, or a converted one's.
 _REVISION = r"refs/[^/]+/[^/]+|(?!refs/)[^/]+"
 _PATH = re.compile(rf"hf://(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>{_REVISION}))?(?:/(?P<file>.*))?", re.ASCII)
@@ -83,10 +87,39 @@ def is_silence(error: Exception) -> bool:
     return isinstance(error, (ConnectionError, TimeoutError, *known))
 
 
-def describe_repository(wanted: HubPath, timeout: float) -> Any:
-    """Asks the hub for a commit and its files."""
-    api = _package().HfApi(endpoint=hub_endpoint())
-    return api.repo_info(wanted.repository, revision=wanted.revision, files_metadata=True, timeout=timeout)
+def describe_repository(wanted: HubPath, timeout: float, most: int) -> bytes:
+    """Asks the hub for a commit and its files, within so many bytes.
+
+    The package's own functions keep an answer of any size. Its session has its token, proxies and certificates.
+
+    Raises:
+      LimitExceededError: the list is longer.
+      CheckpointError: the hub refused.
+      Exception: of the library that the package uses.
+    """
+    package = _package()
+    revision = "" if wanted.revision is None else f"/revision/{urllib.parse.quote(wanted.revision, safe='')}"
+    url = f"{hub_endpoint()}/api/models/{wanted.repository}{revision}"
+    headers = {**package.utils.build_hf_headers(), "Accept-Encoding": "identity"}
+    session, options = (
+        package.utils.get_session(),
+        {"params": {"blobs": "true"}, "headers": headers, "timeout": timeout},
+    )
+    # Of httpx, or of requests in earlier versions of the package.
+    is_httpx = hasattr(session, "stream")
+    with session.stream("GET", url, **options) if is_httpx else session.get(url, stream=True, **options) as response:
+        if response.status_code != 200:
+            reason = f"HTTP code {response.status_code} {response.headers.get('x-error-message', '')}".rstrip()
+            reason = _first_line(ValueError(reason), hub_token())
+            if response.status_code in _NOT_THERE or response.headers.get("x-error-code") == "GatedRepo":
+                raise CheckpointNotFoundError(f"not on the hub: {reason}")
+            raise CheckpointIOError(f"the hub failed: {reason}")
+        data = bytearray()
+        for part in response.iter_bytes() if is_httpx else response.iter_content(_PART_BYTES):
+            data += part
+            if len(data) > most:
+                raise LimitExceededError(f"a list of files with more than Limits.index_bytes = {most} bytes")
+    return bytes(data)
 
 
 def hub_token() -> str | None:

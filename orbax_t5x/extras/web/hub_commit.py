@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.extras.web.hub import HubPath, describe_repository, hub_endpoint, is_silence, typed_hub_errors
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import answered
+from orbax_t5x.files.strict_json import parse_object
 
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}", re.ASCII)
 _DOING = "asking the hub for its files"
@@ -50,16 +51,19 @@ def _ask(wanted: HubPath, path: str) -> list[Any]:
     """Returns a commit with its files' sizes, or None."""
     with typed_hub_errors(path):
         try:
-            found = describe_repository(wanted, Limits().io_timeout_secs)
+            data = describe_repository(wanted, Limits().io_timeout_secs, Limits().index_bytes)
         except Exception as error:  # of whatever library the package uses
-            if not is_silence(error):
+            if isinstance(error, CheckpointError) or not is_silence(error):
                 raise
             return [None, f"{type(error).__name__}: {error}"]
-    if not isinstance(found.sha, str) or not _COMMIT.fullmatch(found.sha):
+    found = parse_object(data, path, allow_nan=True)
+    commit, files = found.get("sha"), found.get("siblings") or []
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
         raise CheckpointIOError(f"{_DOING}: its answer names no commit", path=path)
     sizes: dict[str, int | None] = {}
-    for file in found.siblings or ():
-        if not isinstance(file.rfilename, str):
+    for file in files if isinstance(files, list) else [files]:
+        if not isinstance(file, dict) or not isinstance(name := file.get("rfilename"), str):
             raise CheckpointIOError(f"{_DOING}: its answer names no files", path=path)
-        sizes[file.rfilename] = file.size if type(file.size) is int and 0 <= file.size < 1 << 63 else None
-    return [found.sha, sizes]
+        size = file.get("size")
+        sizes[name] = size if type(size) is int and 0 <= size < 1 << 63 else None
+    return [commit, sizes]

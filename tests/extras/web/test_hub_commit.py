@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.extras.web import hub_commit
 from orbax_t5x.extras.web.hub import parse_hub_path
 from orbax_t5x.extras.web.hub_commit import find_commit, known_commit
@@ -51,6 +51,19 @@ def test_sizes_that_are_none_are_unknown(hub, monkeypatch):
     answer = json.dumps({"id": "google/tiny", "sha": SHA, "siblings": files}).encode()
     monkeypatch.setattr(hub, "answer_to", lambda name, query: answer)
     assert list(find_commit(parse_hub_path("hf://google/tiny")).sizes.values()) == [3, *[None] * 6]
+
+
+def test_the_list_of_files_is_bounded(hub, monkeypatch):
+    """However much the hub sends, no more than the limit is kept."""
+    files = [{"rfilename": f"file-{number}", "size": 1} for number in range(10_000)]
+    answer = json.dumps({"sha": SHA, "siblings": files}).encode()
+    monkeypatch.setattr(hub, "answer_to", lambda name, query: answer)
+    monkeypatch.setattr(hub_commit, "Limits", lambda: ot.Limits(index_bytes=len(answer) - 1))
+    with pytest.raises(LimitExceededError, match=r"Limits\.index_bytes") as caught:
+        find_commit(parse_hub_path("hf://google/tiny"))
+    assert caught.value.path == "hf://google/tiny"
+    monkeypatch.setattr(hub_commit, "Limits", lambda: ot.Limits(index_bytes=len(answer)))
+    assert len(find_commit(parse_hub_path("hf://google/tiny")).sizes) == 10_000
 
 
 def test_a_hub_that_does_not_answer(hub, monkeypatch):
