@@ -22,6 +22,7 @@ from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x
 from orbax_t5x.rules.inference import infer, views_or_zeros, without_place
 from orbax_t5x.rules.layouts import find_layout, heads_of, leaves_of, parameters_of
+from orbax_t5x.rules.no_pack import WRITE_RULES
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
 from orbax_t5x.text.code import calls_code
@@ -109,7 +110,7 @@ def find_rules(source_leaves: Any, target_leaves: Any, given: Mapping[str, str] 
     if pack is not None:
         return FoundMapping((*slots, *pack.parts), pack.found, is_whole=False)
     assert refusal is not None
-    is_explained = any(one.fix is not None and one.fix.arguments for one in refusal.problems)
+    is_explained = any(one.fix != WRITE_RULES for one in refusal.problems)
     if best is None or not best[1].open or not best[1].covered or is_explained:
         raise refusal if best is None else _with_sizes(refusal, best[0])
     raise RestorePlanError([_problem(*best)]) from refusal

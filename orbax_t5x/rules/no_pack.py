@@ -24,6 +24,8 @@ from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.names import Keep
 from orbax_t5x.transforms.repeat_layers import RepeatLayers
 
+WRITE_RULES = Fix("write AssignmentMap, Rename or StackLayers rules by hand")
+
 
 def refusal_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> RestorePlanError:
     """Describes two trees between which there is no pack."""
@@ -33,7 +35,7 @@ def refusal_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> Res
         message = f"no rule pack leads from {_layout_text(seen, source)} to {_layout_text(wanted, target)}"
         if "unknown" not in (seen.kind, wanted.kind):
             message += f": {_why_not(seen, wanted)}"
-        found = Problem("rule", None, message, Fix("write AssignmentMap, Rename or StackLayers rules by hand"))
+        found = Problem("rule", None, message, WRITE_RULES)
     return RestorePlanError([found])
 
 

@@ -83,9 +83,9 @@ def test_several_readings_are_one_problem_with_the_rules_found():
         ot.plan_restore(checkpoint(HF), target, "auto")
     (problem,) = caught.value.problems
     assert "no single reading for 33 parameters of the target's 89" in problem.message
-    at = r"decoder/layers_\{0…\d\}/\1"
-    example = rf"decoder/layers/\{{0…\d\}}/(\w+)/\w+/kernel ×\d may be {at}/key/kernel or {at}/query/kern"
-    assert re.search(example, problem.message)
+    assert re.search(
+        r"decoder/layers/\{0…\d\}/(\w+)/\w+/kernel ×\d may be decoder/layers_\{0…\d\}/\1/", problem.message
+    )
     assert "The rules found cover 56: ot.rules.hf_t5_to_t5x()" in problem.message
     told = ot.transforms.Rename([(f"(.*)/{old}/kernel", rf"\1/{new}/kernel") for old, new in words.items()])
     first = ot.Source(checkpoint(HF), [ot.rules.hf_t5_to_t5x(), told])

@@ -1,6 +1,6 @@
 """Leaves as the alignment of two trees takes them."""
 
-from orbax_t5x.rules.alignment.tree import NamedLeaf
+from orbax_t5x.rules.alignment.kinds import NamedLeaf
 from orbax_t5x.rules.alignment.words import path_of
 from orbax_t5x.testing.transform_suite import as_numpy
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -9,7 +9,7 @@ from orbax_t5x.transforms.run import run_transforms
 
 def items(shapes):
     """Leaves of shapes by name."""
-    return [NamedLeaf((name,), shape, "float32", path_of(name)) for name, shape in shapes.items()]
+    return [NamedLeaf(name, shape, "float32", path_of(name)) for name, shape in shapes.items()]
 
 
 def applied(transforms, source, target=None):

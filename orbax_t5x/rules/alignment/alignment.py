@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.rules.alignment.evidence import Move
-from orbax_t5x.rules.alignment.moves import Moves, moves_between
+from orbax_t5x.rules.alignment.evidence import NAME, RENAMING
+from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
 from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
@@ -185,7 +185,7 @@ def _is_made(result: Any, move: Move, leaf: Any) -> bool:
 def _evidence(before: Leaves, after: Leaves, moves: Moves) -> str:
     changed = [name for name, value in after.items() if before.get(name) is not value]
     origins = {one.name for name in changed for one in symbols_of(after[name])}
-    named = {name for move in moves.values() if move.is_named for name in move.sources}
+    named = {name for new, move in moves.items() if moves.why.get(new) in (NAME, RENAMING) for name in move.sources}
     text = f"{leaves_text(len(changed))} by shapes and structure"
     count = len(origins & named)
     return text if not count else f"{text}, {f'{count} of them' if count < len(origins) else 'and'} by names or order"

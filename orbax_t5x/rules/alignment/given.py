@@ -3,58 +3,52 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from orbax_t5x.rules.alignment.evidence import counterparts
-from orbax_t5x.rules.alignment.tree import NamedLeaf
+from orbax_t5x.rules.alignment.kinds import LeafKind, Sides
 
 _NUMBER = "{}"
 
 
-def given_pairs(given: Mapping[str, str], ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]) -> dict[str, str]:
-    """Returns what answers say of all layers, and of the other arrays of a module: sources by the names of targets.
+def given_pairs(given: Mapping[str, str], sides: Sides) -> dict[LeafKind, LeafKind]:
+    """Returns what answers say, of all layers: sources by targets.
 
     Raises:
       ValueError: a name is unknown, a pair has not one shape, or answers contradict each other.
     """
-    sources, targets = ({item.names[0]: item for item in side} for side in (ours, theirs))
-    found: dict[str, str] = {}
+    ours, theirs = ({name: kind for (name, _), kind in tree.kind_of.items()} for tree in (sides.source, sides.target))
+    found: dict[LeafKind, tuple[LeafKind, str, str]] = {}
     for pattern, wanted in given.items():
-        told = _told(pattern, wanted, sources)
-        for old, new in told.items():
-            if new not in targets:
-                raise ValueError(f"given={{{pattern!r}: {wanted!r}}}: the target has no parameter {new!r}")
-            if not _are_alike(sources[old].shape, targets[new].shape):
+        about = f"given={{{pattern!r}: {wanted!r}}}"
+        if pattern.count(_NUMBER) > 1 or wanted.count(_NUMBER) > 1 or (_NUMBER in wanted and _NUMBER not in pattern):
+            raise ValueError(f"{about}: one {{}} stands for a layer's number, on both sides")
+        names, places = _named(pattern, ours), _named(wanted, theirs)
+        for text, those, side in ((pattern, names, "source"), (wanted, places, "target")):
+            if not those:
+                raise ValueError(f"{about}: the {side} has no parameter {text!r}")
+        numbers = names.keys() & places.keys() if None not in (*names, *places) else {None}
+        if not numbers:
+            raise ValueError(f"{about}: no layer has one number on both sides")
+        for number in numbers:
+            old = names.get(number) or next(iter(names.values()))
+            new = places.get(number) or next(iter(places.values()))
+            one, other = ours[old], theirs[new]
+            if one.bag != other.bag or not sides.may_be_one(one, other):
+                raise ValueError(f"{about}: {old!r} has shape {one.shape}, {new!r} has {other.shape}")
+            if found.setdefault(other, (one, old, new))[0] is not one:
                 raise ValueError(
-                    f"given={{{pattern!r}: {wanted!r}}}: {old!r} has shape {sources[old].shape}, {new!r} has "
-                    f"{targets[new].shape}"
+                    f"given= has two leaves for {new!r}: {found[other][1]!r} and {old!r}, as in other layers"
                 )
-            if found.get(new, old) != old:
-                raise ValueError(f"given= has two leaves for {new!r}: {found[new]!r} and {old!r}")
-            found[new] = old
-    for new, old in list(found.items()):
-        for one, other in counterparts(old, new, ours, theirs):
-            if found.get(other, one) != one:
-                raise ValueError(f"given= has two leaves for {other!r}: {found[other]!r}, {one!r} as in other layers")
-            if one not in found.values() and _are_alike(sources[one].shape, targets[other].shape):
-                found[other] = one
-    if len(set(found.values())) < len(found):
-        twice = next(old for old in found.values() if list(found.values()).count(old) > 1)
-        raise ValueError(f"given= has two places for {twice!r}")
-    return found
+    for target, (source, old, new) in found.items():
+        twice = [new for it, (its, _, new) in found.items() if its is source and it is not target]
+        if twice:
+            raise ValueError(f"given= has two places for {old!r}: {new!r} and {twice[0]!r}")
+    return {target: source for target, (source, _, _) in found.items()}
 
 
-def _told(pattern: str, wanted: str, sources: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the target's names by the source's, of one answer."""
-    if pattern.count(_NUMBER) > 1 or wanted.count(_NUMBER) > pattern.count(_NUMBER):
-        raise ValueError(f"given={{{pattern!r}: {wanted!r}}}: one {{}} stands for a layer's number, on both sides")
+def _named(pattern: str, names: Mapping[str, LeafKind]) -> dict[str | None, str]:
+    """Returns the names of a pattern by their layers' numbers."""
+    if _NUMBER not in pattern:
+        return {None: pattern} if pattern in names else {}
     regex = re.compile(re.escape(pattern).replace(re.escape(_NUMBER), r"(\d+)"))
-    found = {old: match for old in sources if (match := regex.fullmatch(old)) is not None}
-    if not found:
-        raise ValueError(f"given={{{pattern!r}: {wanted!r}}}: the source has no parameter {pattern!r}")
-    return {old: wanted.replace(_NUMBER, match[1]) if match.groups() else wanted for old, match in found.items()}
-
-
-def _are_alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return one == other or (len(one) == 2 and one == other[::-1])
+    return {match[1]: name for name in names if (match := regex.fullmatch(name)) is not None}

@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from orbax_t5x.rules.alignment.arrangements import Arrangement, arrangements, last_part
-from orbax_t5x.rules.alignment.evidence import NAME, UNKNOWN_TURN, Move, judge
+from orbax_t5x.rules.alignment.evidence import NAME, Evidence
 from orbax_t5x.rules.alignment.given import given_pairs
-from orbax_t5x.rules.alignment.match import LeafPairing
-from orbax_t5x.rules.alignment.tree import NamedLeaf, Path
-from orbax_t5x.rules.alignment.words import is_flat, path_of
+from orbax_t5x.rules.alignment.kinds import LeafKind, NamedLeaf, Sides
+from orbax_t5x.rules.alignment.search import proposals
+from orbax_t5x.rules.alignment.words import ROOTS, is_flat, path_of
+
+# Readings listed for an open leaf.
+_MOST_READINGS = 64
+# Parts of a name before the model that is copied below it.
+_DEEPEST_COPY = 3
+# Rounds in which the search learns from what is proven.
+_ROUNDS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Move of one leaf, or of the leaves of all layers.
+
+    Attributes:
+      sources: names of a leaf, or of each layer's.
+      targets: the same on the other side; one side has one name.
+      axis: of the layers on the side that has one name for all; None where they are single leaves.
+      stacks: whether it is the target's side that has one name for all.
+      turns: whether matrices are transposed.
+      shapes: of a source and a target, or of a layer, where dimensions of 1 differ.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    axis: int | None = None
+    stacks: bool = False
+    turns: bool = False
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    def reversed(self) -> Move:
+        """Returns the way back."""
+        is_stacked = self.axis is not None and not self.stacks
+        return Move(self.targets, self.sources, self.axis, is_stacked, self.turns, self.shapes[::-1])
 
 
 class Moves(dict[str, Move]):
@@ -41,147 +73,127 @@ def moves_between(
 ) -> Moves:
     """Finds the moves between two sets of leaves by name, which have shapes and dtypes.
 
-    Modules whose words are known to differ are paired only with `may_contradict`. Leaves that `given` names need no
-    other proof, and are taken out before the others are looked at.
+    With `may_contradict` guesses count, too: who permits contradictions asks about what is found.
     """
-    if given:
-        told = given_pairs(given, *_items(source, target, flat=is_flat(source) or is_flat(target)))
-        taken = set(told.values())
-        found = _search(
-            {name: leaf for name, leaf in source.items() if name not in taken},
-            {name: leaf for name, leaf in target.items() if name not in told},
-            may_contradict=False,
-        )
-        for new, old in told.items():
-            found[new] = Move((old,), (new,), turns_source=_shape_of(source[old]) != _shape_of(target[new]))
-        return _proven(found, source, target, given=told.keys())
-    same = {name: Move((name,), (name,)) for name in target if name in source}
-    if len(same) == len(target) and all(_shape_of(source[name]) == _shape_of(target[name]) for name in target):
-        found = Moves(same)
-        found.why = dict.fromkeys(same, NAME)
+    if all(name in source and _shape_of(source[name]) == _shape_of(leaf) for name, leaf in target.items()):
+        found = Moves({name: Move((name,), (name,)) for name in target})
+        found.why = dict.fromkeys(target, NAME)
         return found
-    found = _search(source, target, may_contradict=may_contradict)
-    # Who permits contradictions asks about what is found.
-    return found if may_contradict or not source or not target else _proven(found, source, target)
-
-
-def _search(source: Mapping[str, Any], target: Mapping[str, Any], *, may_contradict: bool) -> Moves:
-    first = _moves(source, target, flat=False, may_contradict=may_contradict)
-    flat = is_flat(source) or is_flat(target)
-    if first.open and flat:
-        second = _moves(source, target, flat=True, may_contradict=may_contradict)
-        first = first if second.open else second
+    if not source:
+        found = Moves()
+        found.open = dict.fromkeys(target, ())
+        return found
+    source = _without_copies(source, target)
+    first = _moves(source, target, False, may_contradict, given or {})
+    if first.open and (is_flat(source) or is_flat(target)):
+        second = _moves(source, target, True, may_contradict, given or {})
+        return first if len(second.open) >= len(first.open) else second
     return first
 
 
-def _proven(found: Moves, source: Mapping[str, Any], target: Mapping[str, Any], *, given: Container[str] = ()) -> Moves:
-    """Opens the moves that nothing proves; leaves with equal names that these kept apart are moved as they are."""
-    ours, theirs = _items(source, target, flat=is_flat(source) or is_flat(target))
-    opened: dict[str, tuple[str, ...]] = {}
-    verdicts = judge(found.values(), ours, theirs, given)
-    # A square matrix may lie the other way.
-    turned = {
-        name: dataclasses.replace(
-            move, turns_source=not move.turns_source and not move.turns_target, turns_target=False
-        )
-        for name, move in found.items()
-        if verdicts[name][1] == UNKNOWN_TURN
-    }
-    if turned:
-        found.update(turned)
-        verdicts = judge(found.values(), ours, theirs, given)
-    for name, (proof, reason, candidates) in verdicts.items():
-        found.why[name] = proof or reason
-        if not proof:
-            opened[name] = candidates
-    for name in opened:
-        del found[name]
-    taken = {one for move in found.values() for one in move.sources}
-    numbers = _numbers(ours), _numbers(theirs)
-    for item in theirs:
-        name = item.names[0]
-        leaf = source.get(name)
-        if leaf is None or name in taken or name in found or _shape_of(leaf) != item.shape:
+def _without_copies(source: Mapping[str, Any], target: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leaves out copies of the model, such as averages, that the target has no word for."""
+    words = {key for name in target for key in path_of(name) if isinstance(key, str)}
+    below: dict[tuple[Any, ...], dict[tuple[Any, ...], str]] = {(): {}}
+    for name in source:
+        path = path_of(name)
+        for at in range(min(_DEEPEST_COPY, len(path) - 1) + 1):
+            below.setdefault(path[:at], {})[path[at:]] = name
+    models = [found for prefix, found in below.items() if ROOTS.issuperset(prefix)]
+    copies: set[str] = set()
+    for prefix, found in below.items():
+        is_root = ROOTS.issuperset(prefix) or not words.isdisjoint(prefix)
+        if is_root or len(found) < max(2, len(target) // 4):
             continue
-        # Layers that are numbered in another way have other names.
-        lists = [item.path[:at] for at, key in enumerate(item.path) if isinstance(key, int)]
-        if all(numbers[0].get(before) == numbers[1][before] for before in lists):
-            found[name] = Move((name,), (name,), is_named=True)
-            found.why[name] = NAME
-    found.open = {
-        name: (*dict.fromkeys((*opened.get(name, ()), *found.open.get(name, ()))),)
-        for name in target
-        if name not in found
-    }
+        for model in models:
+            if all(
+                rest in model and _shape_of(source[model[rest]]) == _shape_of(source[name])
+                for rest, name in found.items()
+            ):
+                copies.update(found.values())
+    return {name: leaf for name, leaf in source.items() if name not in copies}
+
+
+def _moves(
+    source: Mapping[str, Any], target: Mapping[str, Any], flat: bool, may_contradict: bool, given: Mapping[str, str]
+) -> Moves:
+    sides = Sides(*_items(source, target, flat=flat))
+    evidence = Evidence(sides, given_pairs(given, sides), may_contradict=may_contradict)
+    pairs = proposals(sides, evidence)
+    for _ in range(_ROUNDS):
+        if not evidence.prove(pairs):
+            break
+        pairs = proposals(sides, evidence)
+    found = _written(sides, pairs if may_contradict else evidence.proven, evidence, source, target)
+    for kind in sides.target.kinds:
+        for ranks, leaf in kind.members.items():
+            if leaf.name not in found:
+                some = evidence.rivals.get(kind) or sorted(
+                    [
+                        one
+                        for one in sides.source.by_bag.get(kind.bag, ())
+                        if one not in evidence.target_of and sides.may_be_one(one, kind)
+                    ],
+                    key=lambda one: one.template,
+                )
+                names = [one.members[ranks].name for one in some if ranks in one.members]
+                reason = "several leaves of its shape are alike" if names else "nothing has its shape and place"
+                earlier = found.open.get(leaf.name, ())
+                found.open[leaf.name] = tuple(dict.fromkeys((*earlier, *names)))[:_MOST_READINGS]
+                found.why.setdefault(leaf.name, evidence.why.get(kind, reason))
+    found.open = {name: found.open[name] for name in target if name in found.open}
     return found
 
 
-def _moves(source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool, may_contradict: bool) -> Moves:
+def _written(
+    sides: Sides,
+    pairs: Mapping[LeafKind, LeafKind],
+    evidence: Evidence,
+    source: Mapping[str, Any],
+    target: Mapping[str, Any],
+) -> Moves:
+    """Returns the moves of whole leaves; those of which a layer has no counterpart have none."""
+    layers: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    for count, tree in zip(layers, (sides.source, sides.target), strict=True):
+        for name, _ in tree.kind_of:
+            count[name] = count.get(name, 0) + 1
     found = Moves()
-    found.open = dict.fromkeys(target, ())
-    if not source or not target:
-        return found
-    ours, theirs = _items(source, target, flat=flat)
-    ways = [_paired(arrangement, may_contradict) for arrangement in arrangements(ours, theirs)]
-    whole = [way for way in ways if not way.open]
-    ways = whole or ways
-    for name in target:
-        moves = {way.get(name) for way in ways}
-        move = next(iter(moves))
-        if len(moves) == 1 and move is not None:
-            found[name] = move
-    # All leaves of a move have it, or none.
-    for name, move in list(found.items()):
-        if any(found.get(one) != move for one in move.targets):
-            del found[name]
-    found.open = {
-        name: tuple(sorted({one for way in ways for one in _readings(way, name)}))
-        for name in target
-        if name not in found
-    }
-    return found
-
-
-def _numbers(items: Iterable[NamedLeaf]) -> dict[Path, set[int]]:
-    found: dict[Path, set[int]] = {}
-    for item in items:
-        for at, key in enumerate(item.path):
-            if isinstance(key, int):
-                found.setdefault(item.path[:at], set()).add(key)
-    return found
-
-
-def _readings(way: Moves, name: str) -> tuple[str, ...]:
-    return way[name].sources if name in way else way.open.get(name, ())
-
-
-def _paired(arrangement: Arrangement, may_contradict: bool) -> Moves:
-    pairing = LeafPairing(arrangement.ours, arrangement.theirs, may_contradict=may_contradict)
-    moves = Moves()
-    moves.open = {
-        name: tuple(n for one in readings for n in one.names)
-        for item, readings in pairing.open.items()
-        for name in item.names
-    }
-    turns = any(item.is_turned for side in arrangement for item in side)
-    for one, other in pairing.pairs:
-        if turns and not _is_turned_right(one, other):
-            moves.open.update((name, one.names) for name in other.names)
+    links: dict[tuple[str, ...], list[tuple[NamedLeaf, NamedLeaf, bool]]] = {}
+    for kind, one in pairs.items():
+        turns = evidence.turns(one, kind)
+        for ranks in kind.members.keys() & one.members.keys():
+            old, new = one.members[ranks], kind.members[ranks]
+            found.why[new.name] = evidence.why.get(kind, "")
+            if turns is None:
+                found.why[new.name] = "a square matrix, and nothing shows whether it is transposed"
+                found.open[new.name] = (*found.open.get(new.name, ()), old.name)
+                continue
+            key = ("source", old.name) if old.layer is not None and new.layer is None else ("target", new.name)
+            links.setdefault(key, []).append((old, new, turns))
+    for (side, name), its in links.items():
+        its.sort(key=lambda one: (one[0].layer or 0, one[1].layer or 0))
+        olds, news, turns = zip(*its, strict=True)
+        whole = layers[0 if side == "source" else 1][name]
+        is_whole = len(its) == whole and len(set(turns)) == 1
+        if olds[0].layer is not None and news[0].layer is not None:
+            is_whole &= {one.name for one in olds} == {olds[0].name} and {one.name for one in news} == {news[0].name}
+            is_whole &= (
+                not turns[0] and olds[0].axis == news[0].axis and all(one.layer == other.layer for one, other, _ in its)
+            )
+            olds, news = olds[:1], news[:1]
+        if not is_whole:
+            for new in news:
+                found.open[new.name] = tuple(dict.fromkeys(old.name for old in olds))
+                found.why[new.name] = "only some of its layers have a counterpart"
             continue
-        axis = one.axis if one.axis is not None else other.axis
-        move = Move(
-            one.names, other.names, axis, one.axis is not None, one.is_turned, other.is_turned, other in pairing.named
-        )
-        moves.update((name, move) for name in other.names)
-    return moves
-
-
-def _is_turned_right(one: NamedLeaf, other: NamedLeaf) -> bool:
-    """Tests that a matrix of PyTorch is transposed where the other side has a kernel, and only there."""
-    if len(one.shape) - (one.axis is not None) != 2:
-        return True
-    kinds = {last_part(one), last_part(other)}
-    return (kinds == {"weight", "kernel"}) == (one.is_turned or other.is_turned)
+        axis = olds[0].axis if news[0].layer is None else news[0].axis if olds[0].layer is None else None
+        sources, targets = (tuple(dict.fromkeys(one.name for one in some)) for some in (olds, news))
+        shapes = () if turns[0] or olds[0].shape == news[0].shape else (olds[0].shape, news[0].shape)
+        move = Move(sources, targets, axis, news[0].layer is not None and axis is not None, turns[0], shapes)
+        found.update((new, move) for new in targets)
+    for name in found:
+        found.open.pop(name, None)
+    return found
 
 
 def _items(
@@ -193,10 +205,11 @@ def _items(
 
     def items(side: Mapping[str, Any]) -> list[NamedLeaf]:
         paths = {name: path_of(name, is_flat=flat) for name in side}
+        paths = {name: path[:-1] if len(path) > 1 and path[-1] == "value" else path for name, path in paths.items()}
         if len(set(paths.values())) < len(paths):  # such as layer_1 and layer_01
             paths = {name: tuple(name.split("/")) for name in side}
         return [
-            NamedLeaf((name,), _shape_of(leaf), str(leaf.dtype) if is_exact else _dtype_kind(leaf.dtype), paths[name])
+            NamedLeaf(name, _shape_of(leaf), str(leaf.dtype) if is_exact else _dtype_kind(leaf.dtype), paths[name])
             for name, leaf in side.items()
         ]
 

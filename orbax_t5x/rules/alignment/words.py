@@ -18,8 +18,11 @@ _PARTS = re.compile(r"[/.:]+|__")
 _NUMBER = re.compile(r"[_-]?(?<!\d)(\d{1,18})(?=[_-]|$)[_-]?")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 _NORMS = re.compile(r"(?:layer|rms)_norm")
+_BESIDE = frozenset({"pre", "post", "before", "after"})
 _ARRAYS = frozenset({"kernel", "scale", "embedding"})
-_OF_ANY_MODEL = frozenset({"module:layers", "kind:bias", "params", "target", "model", "module"})
+ROOTS = frozenset({"params", "target", "model", "module"})
+"""Parts that hold a whole model."""
+_OF_ANY_MODEL = ROOTS | {"module:layers", "kind:bias"}
 # Deeper names are no model's; their last parts count as one.
 _MOST_KEYS = 64
 
@@ -32,27 +35,32 @@ _MEANINGS: dict[str, tuple[str, ...]] = {
         "mlp ffn ff feed_forward feedforward dense_relu_dense ffw",
     ),
     "projection": (
-        "query q q_proj query_proj wq to_q",
-        "key k k_proj key_proj wk to_k",
-        "value v v_proj value_proj wv to_v",
-        "out o o_proj out_proj attn_out to_out wo",
-        "wi_0 gate gate_proj wi_gate",
-        "wi_1 up up_proj wi_up",
-        "wi up up_proj fc_in",
-        "wo down down_proj fc_out",
+        "query q q_proj query_proj wq to_q attn_q q_lin",
+        "key k k_proj key_proj wk to_k attn_k k_lin",
+        "value v v_proj value_proj wv to_v attn_v v_lin",
+        "out o o_proj out_proj attn_out to_out wo output_proj attn_output attention_output out_lin c_proj proj",
+        "wi_0 gate gate_proj wi_gate ffn_gate feedforward_gate_dense w_one",
+        "wi_1 up up_proj wi_up ffn_up w_three",
+        "wi up up_proj fc_in fc_one c_fc intermediate feedforward_intermediate_dense ffn_up w_one lin_one linear_one",
+        "wo down down_proj fc_out fc_two c_proj ffn_down feedforward_output_dense w_two lin_two linear_two",
     ),
     "embedding": (
-        "token_embedder shared embed_tokens wte tok_embeddings word_embeddings token_embedding",
-        "position_embedding position_embeddings wpe pos_embedding embed_positions",
+        "token_embedder shared embed_tokens wte tok_embeddings word_embeddings token_embd shared_embedding",
+        "position_embedding position_embeddings wpe pos_embedding embed_positions pos_embed",
+        "logits_dense lm_head unembed logits logitdense reverse_embedding output head classifier",
     ),
     "norm": (
-        "pre_attention_layer_norm pre_self_attention_layer_norm attention_norm attn_norm",
-        "pre_cross_attention_layer_norm cross_attention_norm cross_attn_norm",
-        "pre_mlp_layer_norm mlp_norm ffn_norm",
-        "encoder_norm decoder_norm final_layer_norm final_norm ln_f norm_f",
+        "pre_attention_layer_norm pre_self_attention_layer_norm attention_norm attn_norm input_norm sa_norm "
+        "self_attention_norm self_attn_norm pre_attention_norm pre_self_attention_norm norm_before attn_ln norm_one",
+        "pre_cross_attention_layer_norm cross_attention_norm cross_attn_norm encoder_attn_norm cross_attn_ln",
+        "pre_mlp_layer_norm mlp_norm ffn_norm pre_ffw_norm pre_feedforward_norm feedforward_norm norm_after mlp_ln",
+    ),
+    "post": ("post_attention_norm post_self_attention_norm",),
+    "end": (
+        "encoder_norm decoder_norm final_layer_norm final_norm ln_f norm_f output_norm sequence_output_norm ln_post",
     ),
     "module": ("relpos_bias relative_attention_bias rel_pos_bias", "layers layer blocks block h"),
-    "kind": ("kernel weight w", "scale weight gamma g", "bias beta b", "embedding embed emb embeddings weight"),
+    "kind": ("kernel weight w", "scale weight gamma g kernel", "bias beta b", "embedding embed emb embeddings weight"),
     "statistic": ("mean running_mean", "var running_var"),
 }
 _SHORT = {
@@ -64,7 +72,17 @@ _SHORT = {
     "ffw": "mlp",
     "ln": "norm",
 }
-_SHORT |= {"layernorm": "norm", "rmsnorm": "norm", "emb": "embedding", "layers": "layer", "blocks": "block"}
+_SHORT |= {
+    "layernorm": "norm",
+    "rmsnorm": "norm",
+    "emb": "embedding",
+    "embed": "embedding",
+    "embedder": "embedding",
+    "embd": "embedding",
+    "embeddings": "embedding",
+    "layers": "layer",
+    "blocks": "block",
+}
 
 
 @functools.cache
@@ -105,6 +123,18 @@ def words_of(part: str) -> tuple[str, ...]:
     return tuple(_NORMS.sub("norm", text).split("_"))
 
 
+@functools.lru_cache(maxsize=4096)
+def _single_words(part: str) -> tuple[str, ...]:
+    """Returns the words of a part; what is before or after something is another thing."""
+    found: list[str] = []
+    for word in words_of(part):
+        if found and found[-1] in _BESIDE:
+            found[-1] += f"_{word}"
+        elif word and not word.isdecimal():
+            found.append(word)
+    return tuple(found)
+
+
 def _written_out(part: str) -> str:
     return "_".join(words_of(part))
 
@@ -122,8 +152,8 @@ def meaning_of(part: str) -> str:
 
 
 def says_little(part: str) -> bool:
-    """Reports whether a part is what projects call a module's only array: `kernel`, `weight`, `scale`, `value`."""
-    return part == "value" or not _ARRAYS.isdisjoint(meanings(part).get("kind", ()))
+    """Reports whether a part is what projects call a module's only array: `kernel`, `weight`, `scale`."""
+    return not _ARRAYS.isdisjoint(meanings(part).get("kind", ()))
 
 
 def is_of_module(part: str) -> bool:
@@ -133,8 +163,7 @@ def is_of_module(part: str) -> bool:
 
 def contradict(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     """Reports whether two modules with these parts of their names are known to be different ones."""
-    # Flax's NNX ends all names with it.
-    one, other = (_by_category(parts[:-1] if parts[1:] and parts[-1] == "value" else parts) for parts in (ours, theirs))
+    one, other = _by_category(ours), _by_category(theirs)
     return any(one[category].isdisjoint(other[category]) for category in one.keys() & other.keys())
 
 
@@ -154,4 +183,4 @@ def features(parts: Iterable[str], tier: int) -> frozenset[str]:
     if tier == 1:
         known = {f"{category}:{word}" for part in parts for category, found in meanings(part).items() for word in found}
         return frozenset(known | set(map(_written_out, parts)))
-    return frozenset(word for part in parts for word in words_of(part))
+    return frozenset(word for part in parts for word in _single_words(part))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from orbax_t5x.rules.alignment.evidence import Move
+from orbax_t5x.rules.alignment.moves import Move
 from orbax_t5x.rules.alignment.renaming import rename_rules
 from orbax_t5x.transforms import StackLayers, Transform, Transpose, UnstackLayers
 
@@ -72,7 +72,9 @@ def moves_as_transforms(
     moves = list(moves)
     moved = {name for move in moves for name in move.sources}
     others = [name for name in names if name not in moved]
-    steps: list[Transform] = _transposes([name for move in moves if move.turns_source for name in move.sources], names)
+    steps: list[Transform] = _transposes(
+        [name for move in moves if move.turns and _turns_first(move) for name in move.sources], names
+    )
     renames: dict[str, str] = {}
     numbered: dict[str, str] = {}
     stacks: dict[tuple[int, str, bool], dict[str, list[_Layers]]] = {}
@@ -107,33 +109,35 @@ def moves_as_transforms(
         for at, text in enumerate(map(int_text, one.numbers))
     ):
         steps += rename_rules(numbered, others)
-    for (axis, between, is_named), towers in stacks.items():
-        befores, afters = (
-            _alternatives(one.removesuffix("layers") if is_named else one for one in towers),
-            _rest(towers, others),
-        )
-        steps.append(
-            StackLayers(
-                f"({befores}){'' if is_named else re.escape(between)}(?P<i>\\d+){afters}",
-                rf"\g<1>{'layers' if is_named else ''}\g<3>",
-                axis,
+    for (axis, between, is_named), every_tower in stacks.items():
+        for towers in _separable(every_tower, others):
+            befores = _alternatives(one.removesuffix("layers") if is_named else one for one in towers)
+            steps.append(
+                StackLayers(
+                    f"({befores}){'' if is_named else re.escape(between)}(?P<i>\\d+){_rest(towers, others)}",
+                    rf"\g<1>{'layers' if is_named else ''}\g<3>",
+                    axis,
+                )
             )
-        )
     steps += rename_rules(renames, others)
-    for (axis, between, field, is_named), towers in splits.items():
+    for (axis, between, field, is_named), every_tower in splits.items():
         known = {name for name in (*others, *renames.values())}
-        befores, afters = (
-            _alternatives(towers),
-            _rest(towers, known - {one.joined for all_ in towers.values() for one in all_}),
-        )
-        into = rf"\g<1>{between}{field}\g<2>"
-        if is_named:
-            befores, into = _alternatives(one.removesuffix("layers") for one in towers), rf"\g<1>{field}\g<2>"
-        steps.append(UnstackLayers(f"({befores}){'layers' if is_named else ''}{afters}", into, axis))
+        known -= {one.joined for all_ in every_tower.values() for one in all_}
+        for towers in _separable(every_tower, known):
+            befores = _alternatives(one.removesuffix("layers") if is_named else one for one in towers)
+            pattern = f"({befores}){'layers' if is_named else ''}{_rest(towers, known)}"
+            steps.append(UnstackLayers(pattern, rf"\g<1>{'' if is_named else between}{field}\g<2>", axis))
     if renumbered:
         every = {name for move in moves for name in move.targets}
         steps += rename_rules(renumbered, [*others, *(every - set(renumbered.values()))])
-    return steps + _transposes([name for move in moves if move.turns_target for name in move.targets], target_names)
+    return steps + _transposes(
+        [name for move in moves if move.turns and not _turns_first(move) for name in move.targets], target_names
+    )
+
+
+def _turns_first(move: Move) -> bool:
+    """Tests whether matrices are transposed by the source's names, before layers are stacked."""
+    return move.axis is None or move.stacks
 
 
 def int_text(number: str) -> str:
@@ -143,6 +147,14 @@ def int_text(number: str) -> str:
 
 def _alternatives(texts: Iterable[str]) -> str:
     return "|".join(sorted(re.escape(text) for text in texts))
+
+
+def _separable(towers: Mapping[str, list[_Layers]], others: Collection[str]) -> list[dict[str, list[_Layers]]]:
+    """Returns all towers, or each by itself where their leaves differ and other names are among them."""
+    ends = {frozenset(one.after for one in all_) for all_ in towers.values()}
+    if len(ends) == 1 or not any(name.startswith(tuple(towers)) for name in others):
+        return [dict(towers)]
+    return [{stem: all_} for stem, all_ in towers.items()]
 
 
 def _rest(towers: Mapping[str, Sequence[_Layers]], others: Collection[str]) -> str:

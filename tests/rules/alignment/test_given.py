@@ -55,7 +55,7 @@ def test_one_answer_settles_its_kind_its_module_and_the_last_of_the_others(given
         ({"h/1/a/kernel": "layers_1/y/b"}, r"shape \(4, 5\)"),
         ({"h/1/a/kernel": "layers_1/y/w", "h/1/c/kernel": "layers_1/y/w"}, "two leaves"),
         ({"h/1/a/kernel": "layers_1/y/w", "h/2/c/kernel": "layers_2/y/w"}, "as in other layers"),
-        ({"h/1/a/kernel": "layers_{}/y/w"}, "on both sides"),
+        ({"h/1/a/kernel": "layers_{}/y/w"}, "stands for a layer's number"),
     ],
 )
 def test_wrong_answers_are_refused(given, message):
