@@ -456,7 +456,7 @@ def _position(partitioner: Any, iterator: Any) -> DatasetPosition | None:
 
 
 def _dtype(dtype: Any) -> Any:
-    """Converts a dtype or its name to NumPy's, or returns None."""
+    """Converts a dtype or its name to NumPy's."""
     return None if dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 

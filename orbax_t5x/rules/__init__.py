@@ -1,5 +1,4 @@
-"""Rule packs: functions of a model's dimensions that give one transform, with `.inverse()`, between two trees of
-one model.
+"""Rule packs between the trees of one model: functions of its dimensions.
 
 Example:
   >>> layer = {"mlp": {"wo": {"kernel": np.ones((8, 4))}}}
@@ -67,7 +66,7 @@ if not TYPE_CHECKING:  # a misspelled name is an error to type checkers
     )
 
     def __getattr__(name: str) -> Any:
-        """Returns a public name, or the function of a pack that is registered."""
+        """Returns a public name or a registered pack's function."""
         if name not in MODULE_OF and not name.startswith("_") and name in _pack_names():
             return _pack_function(name)
         return _public(name)

@@ -56,13 +56,10 @@ class TowerEmbeddings(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingsOfTorch(Transform):
-    """Gives T5X's embeddings the names in the target, else the fewest names.
+    """Gives embeddings the target's names, else the fewest.
 
     The only embedding of a model is the shared one. A tower's name gets the tower's own, else that one. Transformers
     ties no tower's embedding of an untied Switch, so that its file has all names.
-
-    Attributes:
-      is_tied: whether a target's output projection is the embedding of a T5X model without one; None: a problem.
     """
 
     is_tied: bool | None

@@ -1,4 +1,6 @@
-"""Finds all that leads from a checkpoint to a target: rule packs, an alignment of what these leave, the optimizer.
+"""Finds all transforms from a checkpoint to a target.
+
+Rule packs come first, then an alignment of the leaves left, then the optimizer.
 
 Known packs come first. Then what they make is aligned with the target, and at last the checkpoint itself. Only rules
 that give every parameter of the model one reading are returned.
@@ -64,7 +66,7 @@ class FoundMapping(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """Packs before and after an alignment, and the leaves that this leads between."""
+    """Packs around an alignment, and the leaves between."""
 
     before: Transforms
     after: Transforms
@@ -73,7 +75,7 @@ class _Way(NamedTuple):
 
 
 def find_rules(source_leaves: Any, target_leaves: Any, given: Mapping[str, str] | None = None) -> FoundMapping:
-    """Finds the transforms that lead from a checkpoint's leaves to a target's; all as for `align`.
+    """Finds the transforms from a checkpoint's leaves to a target's.
 
     A known pack that leaves leaves of the target to others is returned, too: a plan explains these best.
 
@@ -117,7 +119,7 @@ def find_rules(source_leaves: Any, target_leaves: Any, given: Mapping[str, str] 
 
 
 def _with_sizes(refusal: RestorePlanError, way: _Way) -> RestorePlanError:
-    """Returns a refusal that says how large both models are, where one is larger: no names make them one."""
+    """Adds both models' sizes to a refusal, if they differ."""
     sizes = [sum(math.prod(leaf.shape) for leaf in _model(side).values()) for side in (way.source, way.target)]
     if sizes[0] == sizes[1]:
         return refusal
@@ -138,13 +140,13 @@ def _run(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> dic
 
 
 def _fills(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> bool:
-    """Tests that transforms give every parameter of a target a leaf of its shape."""
+    """Tests if transforms fill every parameter with its shape."""
     result = _run(transforms, source, target)
     return all(name in result and result[name].shape == tuple(leaf.shape) for name, leaf in _model(target).items())
 
 
 def _is_telling(source: Leaves, target: Leaves) -> bool:
-    """Tests that a model has enough shapes to be known by them, or that both sides have a word for the same module."""
+    """Tests if shapes or shared module names identify a model."""
     words = [
         {
             meaning_of(key)
@@ -158,13 +160,13 @@ def _is_telling(source: Leaves, target: Leaves) -> bool:
 
 
 def _model(leaves: Leaves) -> dict[str, Any]:
-    """Returns the parameters of a model: floating-point arrays, or all where there are none."""
+    """Returns floating-point parameters, or all without any."""
     every = parameters_of(leaves)
     return {name: leaf for name, leaf in every.items() if jnp.issubdtype(leaf.dtype, jnp.floating)} or every
 
 
 def _ways(pack: RulePack | None, source: Leaves, target: Leaves) -> Iterator[_Way]:
-    """Yields what may be aligned with what, the likeliest first."""
+    """Yields candidates for alignment, the likeliest first."""
     last: Transforms = ()
     wanted: Leaves = target
     forth = pack_to_t5x(find_layout(_model(target)).kind)
@@ -185,7 +187,7 @@ def _ways(pack: RulePack | None, source: Leaves, target: Leaves) -> Iterator[_Wa
 
 
 def _with_heads(source: Leaves, target: Leaves) -> Iterator[RulePack]:
-    """Yields packs between joined and split heads, as the shapes of the other side suggest."""
+    """Yields packs between joined and split heads by shapes."""
     layout = find_layout(_model(source))
     queries = [shape for (_, rest), shape in layout.shapes.items() if rest.endswith("query/kernel")]
     shapes: set[tuple[int, ...]] = {tuple(leaf.shape) for leaf in _model(target).values()}
@@ -208,7 +210,7 @@ def _with_heads(source: Leaves, target: Leaves) -> Iterator[RulePack]:
 
 
 def _align_model(way: _Way) -> tuple[Alignment, Transforms]:
-    """Aligns the model, below the source's root first, where the optimizer follows it."""
+    """Aligns the model, below the source's root first."""
     source, target = way.source, way.target
     roots = _root(source), _root(target)
     is_moved = all(roots) and roots[0] != roots[1]
@@ -229,13 +231,13 @@ def _align_model(way: _Way) -> tuple[Alignment, Transforms]:
 
 
 def _root(leaves: Leaves) -> str:
-    """Returns the root that all of a model's names begin with; empty where there is none."""
+    """Returns the root of a model's names, or an empty text."""
     names = _model(leaves)
     return next((root for root in _ROOTS if names and all(name.startswith(root) for name in names)), "")
 
 
 def _slots(source: Leaves, target: Leaves) -> tuple[Transform, ...]:
-    """Returns what turns T5X's Adafactor slots into Optax's, or back, where these are what both sides have."""
+    """Finds the conversion between T5X's and Optax's Adafactor slots."""
     have, want = (
         {name: tuple(leaf.shape) for name, leaf in side.items() if hasattr(leaf, "shape")} for side in (source, target)
     )
@@ -247,7 +249,7 @@ def _slots(source: Leaves, target: Leaves) -> tuple[Transform, ...]:
 
 
 def _completion(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> Transforms:
-    """Returns what gives the step and counts the target's names, and drops an optimizer that has no place there."""
+    """Returns transforms of step, counts and unwanted optimizers."""
     state = _run(transforms, source, target)
     names = counterparts(state, target, of_any_model=True)
     last: Transforms = (Rename(tuple((re.escape(old), new) for old, new in names.items())),) if names else ()
@@ -256,7 +258,7 @@ def _completion(transforms: Sequence[Transform], source: Leaves, target: Leaves)
 
 
 def _problem(way: _Way, alignment: Alignment, given: Mapping[str, str] | None = None) -> Problem:
-    """Returns the one problem of leaves with no or several readings."""
+    """Returns the problem of leaves without a single reading."""
     count = len(_model(way.target))
     shown = [
         f"{row.label} may be {row.texts[1]}" if row.texts[1] else f"{row.label} has no counterpart"
@@ -286,7 +288,7 @@ def _problem(way: _Way, alignment: Alignment, given: Mapping[str, str] | None = 
 
 
 def _answer(way: _Way, alignment: Alignment, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the answers given and one more, the most telling of a few; empty where none tells anything."""
+    """Returns answers that settle most leaves, or nothing."""
     best, most = {}, alignment.covered
     names = list(alignment.open)
     for row in alignment.folded()[:_TRIED]:

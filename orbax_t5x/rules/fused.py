@@ -1,4 +1,4 @@
-"""Between Flaxformer's fused kernels and T5X's: keys and values, and the gates of a feed-forward layer, in one array.
+"""Flaxformer's fused kernels of keys and values, and of gates.
 
 Fused: `attention/kv_fused/kernel` (E, 2, H, D), keys first, and `mlp/wi_fused/kernel` (E, 2, F), `wi_0` first.
 """
@@ -25,7 +25,7 @@ _FACTORS = (
 
 
 def t5_fused_to_unscanned() -> RulePack:
-    """Maps Flaxformer's fused kernels to those of T5X's unscanned T5.
+    """Maps Flaxformer's fused kernels to T5X's unscanned T5.
 
     Heads are split where keys and values are fused. Adafactor's factored moments of gates are reset, because the
     rows of fused ones are one mean over both.

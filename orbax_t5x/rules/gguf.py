@@ -23,7 +23,7 @@ _OURS = re.compile(r"(?:enc|dec)\..*|token_embd\..*|output\..*")
 
 
 def _names() -> dict[str, str]:
-    """Maps llama.cpp's names to Hugging Face's gated T5; `*` is a layer."""
+    """Maps names; `*` is a layer's number."""
     names = {"token_embd.weight": "shared.weight", "output.weight": "lm_head.weight"}
     for tower, short in _TOWERS.items():
         names[f"{short}.output_norm.weight"] = f"{tower}.final_layer_norm.weight"
@@ -61,7 +61,7 @@ class NamesOfGguf(Transform):
 
 
 def gguf_t5_to_hf_t5() -> RulePack:
-    """Maps the names that llama.cpp gives T5 in GGUF files to Hugging Face's.
+    """Maps llama.cpp's names of T5 to Hugging Face's.
 
     `hf_t5_to_t5x()` after it leads to T5X's; `transforms="auto"` joins both.
 

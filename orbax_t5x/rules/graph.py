@@ -1,4 +1,4 @@
-"""The table of layouts of T5 and of the packs between them, which is a graph.
+"""Graph of T5's layouts and the packs between them.
 
 A row is a pack from one layout to another, with marks that tell its layout by names alone. A relative of T5, or another
 program's names, is one row that leads to a layout of T5X's; its way to every other layout is the shortest path. The
@@ -102,7 +102,7 @@ _OWN_PACKS = frozenset(PACKS.names())
 
 
 def register(pack: RulePack) -> RegistryEntry:
-    r"""Adds a pack to the table until it is unregistered: `transforms="auto"` and `--rules NAME` find it then.
+    r"""Adds a pack to the table until it is unregistered.
 
     `ot.rules.NAME()` is the pack.
 
@@ -157,7 +157,7 @@ def pack_names() -> tuple[str, ...]:
 
 
 def edges() -> tuple[Edge, ...]:
-    """Returns the rows: the package's, then those of entry points and callers."""
+    """Returns all rows: the package's, then entry points', then callers'."""
     rows = EDGES
     for name in PACKS.names():
         if name not in _OWN_PACKS:
@@ -223,11 +223,7 @@ class EdgeStep(NamedTuple):
 
 
 def shortest_path(source: str, target: str) -> tuple[EdgeStep, ...] | None:
-    """Finds the one shortest path between two layouts, or None.
-
-    Raises:
-      ValueError: two paths are as short, so that the edges do not decide what a mapping does.
-    """
+    """Finds the only shortest path between layouts."""
     return _shortest_path(edges(), source, target)
 
 
@@ -256,10 +252,7 @@ def _steps_from(rows: tuple[Edge, ...], kind: str) -> list[EdgeStep]:
 
 
 def pack_to_t5x(kind: str) -> RulePack | None:
-    """Returns the pack from the names of another program to T5X's, or None for T5X's and MaxText's layouts.
-
-    It takes no dimensions of the model. Of the package's own layouts it makes T5X's minimal T5.
-    """
+    """Returns the pack from another program's names to T5X's."""
     marked = marked_layouts()
     if kind not in marked:
         return None

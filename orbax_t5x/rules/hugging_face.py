@@ -49,7 +49,7 @@ FIXED_NAMES = (
 
 
 def our_pattern(name: str) -> str:
-    """Returns a regex of a name of T5X's, with a group for the layer's number."""
+    """Makes a regex with a group for the layer's number."""
     return ROOT + name.replace("*", r"(\d+)")
 
 
@@ -91,7 +91,7 @@ def _their_leaves() -> LeafTable:
 
 
 def _our_leaves(is_flax: bool) -> LeafTable:
-    """Makes the table of T5X's names with a counterpart in Hugging Face's."""
+    """Makes the table of T5X's names known to Hugging Face."""
     names = [ours for _, ours in (*layer_names(), *FIXED_NAMES)]
     names += [f"{tower}/{layers}{BIAS}" for tower in SUBLAYERS for layers in ("", "layers_*/")]
     names += [] if is_flax else [f"{tower}/{EMBEDDING}" for tower in SUBLAYERS]
@@ -102,7 +102,7 @@ def _our_leaves(is_flax: bool) -> LeafTable:
 # Its name is part of the digests of packs, which checkpoints record: it cannot change.
 @dataclasses.dataclass(frozen=True)
 class _SettleBias(Transform):
-    """Moves a single bias of layer 0 to its tower, or repeats it for the target."""
+    """Moves a single bias to its tower, or repeats it."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         renamed = {
@@ -193,7 +193,7 @@ def hf_t5_to_t5x(
     encoder_attention_type: str | None = None,
     prefix: str = "target/",
 ) -> RulePack:
-    """Maps Hugging Face's T5, T5.1.1, mT5, umT5, LongT5 and Switch names to T5X minimal T5.
+    """Maps Hugging Face's T5 and its relatives to T5X minimal T5.
 
     The result gets the prefix of the target's `encoder/…` and `decoder/…`. The copies of the embedding that old files
     hold, `encoder.embed_tokens` and `decoder.embed_tokens`, must be equal to it, which is checked when it is read; a
@@ -287,7 +287,7 @@ def pack_of_hugging_face(
 
 
 def t5x_to_hf_t5(*, tie_word_embeddings: bool | None = None, encoder_attention_type: str | None = None) -> RulePack:
-    """Maps T5X minimal T5 to Hugging Face's names: the inverse of `hf_t5_to_t5x()`.
+    """Maps T5X minimal T5 to Hugging Face's names.
 
     Optimizer state, step and mutables are dropped. `logits_dense` becomes `lm_head.weight`, also where it was the
     embedding. A model with experts gets Switch's names.

@@ -1,4 +1,4 @@
-"""Between the names of Hugging Face's Flax models of T5 and T5X's minimal T5; see `hugging_face`."""
+"""Names of Hugging Face's Flax models, and T5X's minimal T5."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orbax_t5x.transforms.names import Rename
 
 
 def _names_of_flax(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Converts pairs to the names of Hugging Face's Flax models: '/'-joined, with kernels and embeddings called so."""
+    """Converts pairs to '/'-joined names with kernels and embeddings."""
     kinds = {"kernel": "kernel", "embedding": "embedding", "rel_embedding": "embedding", "scale": "weight"}
     return [
         (theirs.removesuffix("weight").replace(".", "/") + kinds[ours.rpartition("/")[2]], ours)
@@ -37,7 +37,7 @@ def hf_flax_t5_to_t5x(
     encoder_attention_type: str | None = None,
     prefix: str = "target/",
 ) -> RulePack:
-    """Maps the names of Hugging Face's Flax models (`flax_model.msgpack`) of T5, T5.1.1, mT5 and LongT5 to T5X's.
+    """Maps Hugging Face's Flax models of T5 to T5X's.
 
     As `hf_t5_to_t5x`, whose arguments it has; of the arrays, only relative biases are transposed.
 

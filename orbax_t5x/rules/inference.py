@@ -40,7 +40,7 @@ def parameter_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def packs_between(source: Layout, target: Layout) -> list[RulePack] | None:
-    """Returns the packs along the path between two of T5X's or MaxText's layouts; None if their shapes do not fit."""
+    """Returns the packs between T5X's or MaxText's layouts."""
     path = shortest_path(source.kind, target.kind)
     axes = axes_between(source, target) if path else {}
     if path is None or axes is None:
@@ -87,7 +87,7 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
 
 
 def find_pack(source_leaves: Any, target_leaves: Any) -> RulePack | None:
-    """Finds the pack of `infer`, or returns None."""
+    """Finds the pack of `infer`."""
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
     seen, wanted = layouts_of(source, target)
     is_one_layout = seen.kind == wanted.kind or "unknown" in (seen.kind, wanted.kind)
@@ -113,7 +113,7 @@ def find_pack(source_leaves: Any, target_leaves: Any) -> RulePack | None:
 
 
 def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
-    """Returns the pack from a checkpoint of a T5 to the names of T5X's minimal T5; None where it has them.
+    """Returns the pack to T5X's minimal names, or None.
 
     Layers that are stacked are taken for stacked on axis 1, as T5X stacks them. Heads stay split.
     """
@@ -147,7 +147,7 @@ def _find_names(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layo
 
 
 def _same_layout(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
-    """Renames from a layout to the same one: below another prefix, or with the names of another kind of train state."""
+    """Renames to another prefix or kind of train state."""
     change = change_between(source, target)
     parts: tuple[Transform, ...] = ()
     back: tuple[Transform, ...] = ()
@@ -164,7 +164,7 @@ def _same_layout(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePa
 
 
 def without_place(names: Iterable[str], target: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns patterns of the optimizer's leaves, and of the step, that are no leaves of the target."""
+    """Returns patterns of training state that the target lacks."""
     names = list(names)
     patterns: list[str] = []
     for pattern in _TRAINING:
@@ -178,7 +178,7 @@ def without_place(names: Iterable[str], target: Mapping[str, Any]) -> tuple[str,
 def _pack_between(
     source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout
 ) -> RulePack | None:
-    """Returns the pack between two layouts; without transforms where they are one, None if there is none.
+    """Returns the pack between two layouts, or None.
 
     The dimensions come from T5X's layouts, to which the names of other programs are led on either side.
     """
@@ -202,7 +202,7 @@ def _pack_between(
 
 
 def _between_biases(names: Iterable[str], target: Iterable[str]) -> RulePack | None:
-    """Returns the pack between a relative bias of the tower and one of each layer, if only that differs of biases."""
+    """Returns the pack between biases of towers and layers."""
     found, wanted = ({bool(match[1]) for match in map(_BIAS.fullmatch, side) if match} for side in (names, target))
     if len(found) != 1 or len(wanted) != 1 or found == wanted:
         return None
@@ -222,7 +222,7 @@ def layout_after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
 
 
 def views_or_zeros(leaves: Mapping[str, Any]) -> dict[str, View]:
-    """Converts the arrays among leaves to views; an abstract one to a view of zeros."""
+    """Converts arrays to views; abstract arrays to zeros."""
     views: dict[str, View] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -1,4 +1,4 @@
-"""Finds the layout of a T5 model's layers in a tree, by the table's marks, names and shapes.
+"""Finds the layout of a T5's layers by marks, names, shapes.
 
 The query kernels distinguish joined from split heads and scanned from unrolled layers; the layers' axis is the one that
 fits all leaves that both sides have.
@@ -61,7 +61,7 @@ class Layout:
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
-    """Returns leaves by name: of a checkpoint, a mapping from names, or a restore's target.
+    """Returns leaves by name: of a checkpoint, mapping or target.
 
     An array that is the whole tree has the name "".
 
@@ -111,7 +111,7 @@ def _compiled(marks: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
 
 
 def _layout_of_layers(leaves: Mapping[str, Any]) -> Layout:
-    """Finds which of T5X's and MaxText's layouts a tree has."""
+    """Finds T5X's or MaxText's layout of a tree."""
     shapes: dict[Layer, Shape] = {}
     depths: dict[str, int] = {}
     scanned, subblocks = False, None
@@ -150,7 +150,7 @@ def _layout_of_layers(leaves: Mapping[str, Any]) -> Layout:
 
 
 def axes_between(one: Layout, other: Layout) -> dict[str, int] | None:
-    """Finds the axis of the layers in each layout that has one, by kind; None where no axes fit.
+    """Finds the layers' axis in each stacked layout, or None.
 
     Taken out of every leaf they give the other side's (heads joined or not), and their sizes are the depths.
     """
@@ -177,7 +177,7 @@ def _axes_of_both(one: Layout, other: Layout) -> dict[str, int] | None:
 
 
 def _unrolled(scanned: Layout, axis: int) -> Layout | None:
-    """Returns the layout of one layer each, if the layers are on an axis; None where they cannot be."""
+    """Takes the layers' axis out of all shapes."""
     if any(len(shape) <= axis for shape in scanned.shapes.values()):
         return None
     sizes = {(tower, shape[axis] * scanned.subblocks) for (tower, _), shape in scanned.shapes.items()}
@@ -186,7 +186,7 @@ def _unrolled(scanned: Layout, axis: int) -> Layout | None:
 
 
 def stacked_depths(scanned: Layout, unrolled: Layout) -> dict[int, dict[str, int]]:
-    """Finds the axes that, taken out of every leaf, give the other side's, and the depths of the towers there."""
+    """Finds axes that fit all leaves, with the towers' depths."""
     common = scanned.shapes.keys() & unrolled.shapes.keys()
     found: dict[int, dict[str, int]] = {}
     for axis in _AXES:
@@ -206,7 +206,7 @@ def _without_axis(shape: Shape, axis: int) -> Shape:
 
 
 def _same_but_heads(one: Shape, other: Shape) -> bool:
-    """Reports whether shapes are equal, or would be after joining (E, H, D) or (H, D, E)."""
+    """Tests if shapes are equal but for joined heads."""
     if one == other:
         return True
     split, shape = sorted((one, other), key=len, reverse=True)
@@ -217,7 +217,7 @@ def _same_but_heads(one: Shape, other: Shape) -> bool:
 
 
 def heads_of(split: Layout, axis: int | None) -> tuple[int, int] | None:
-    """Returns the number of heads and their size, of layers stacked on `axis`; None where they are joined."""
+    """Returns the number and size of split heads."""
     for (_, rest), shape in split.shapes.items():
         if _QUERY.fullmatch(rest):
             one = shape if axis is None else _without_axis(shape, axis)

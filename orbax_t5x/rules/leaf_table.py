@@ -1,4 +1,6 @@
-"""Tables of the leaves that a layout of T5 can have, by name and dimensions; a rule pack checks its source by one.
+"""Tables of a layout's leaves, by name and dimensions.
+
+A rule pack checks its source by such a table.
 
 Names have `*` for a layer's number. Dimensions are letters: E embed, H heads, D head_dim, J = H*D, F mlp, L layers, V
 vocab, X experts, G an expert's mlp, K another mlp, and `*` for any size. E has one size in a model, the others (but V)
@@ -80,7 +82,7 @@ _SHOWN = 4
 
 @functools.lru_cache(maxsize=1 << 14)
 def _without_numbers(name: str) -> str:
-    """Returns a name with `*` for the numbers of layers, blocks and experts."""
+    """Replaces the numbers of layers, blocks and experts by `*`."""
     return _LAYER_NUMBER.sub(r"\1*", name)
 
 
@@ -92,14 +94,7 @@ def dimensions_of(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LeafTable:
-    """Names and dimensions of the leaves of one layout.
-
-    Attributes:
-      layout: the name of the layout, for people.
-      leaves: name -> its dimensions.
-      has_dots: whether parts of names are separated by dots.
-      is_whole: whether a name that is not there is for the pack's transforms to report.
-    """
+    """Names and dimensions of a layout's leaves."""
 
     layout: str
     leaves: Mapping[str, Dimensions] = dataclasses.field(hash=False)
@@ -107,7 +102,7 @@ class LeafTable:
     is_whole: bool = True
 
     def prefixes(self, names: Iterable[str]) -> list[str]:
-        """Lists the prefixes below which names of this layout are; those of leaves in layers, where there are any."""
+        """Lists the prefixes of this layout's names, preferably of layers."""
         found: dict[str, bool] = {}
         for name in names:
             canonical = _without_numbers(name)
@@ -124,7 +119,7 @@ class LeafTable:
         return result
 
     def _is_below(self, name: str, prefix: str) -> bool:
-        """Reports whether a name is one of the model's below a prefix."""
+        """Tests if a name belongs to the model at a prefix."""
         if prefix or not name:
             return name.startswith(prefix)
         if self.has_dots:
@@ -136,14 +131,14 @@ class LeafTable:
         return frozenset(known.partition("/")[0] for known in self.leaves)
 
     def model(self, names: Iterable[str]) -> dict[str, str]:
-        """Maps the names of the model's leaves to what they are called in the table, if they are there."""
+        """Maps the model's names to their names in the table."""
         names = [name for name in names if not is_no_parameter(name)]
         prefixes = self.prefixes(names)
         below = ((name, prefix) for name in names for prefix in prefixes if self._is_below(name, prefix))
         return {name: _without_numbers(name.removeprefix(prefix)) for name, prefix in below}
 
     def renames_below(self, names: Iterable[str], target: Iterable[str]) -> dict[str, str]:
-        """Maps the names of the one model of this layout to those below the prefix that it has in the target."""
+        """Maps the model's names to the target's prefix."""
         wanted = self.prefixes(target)
         if len(wanted) != 1:
             return {}
@@ -154,7 +149,7 @@ class LeafTable:
         return {name: wanted[0] + name.removeprefix(found[0]) for name in self.model(names)}
 
     def beside(self, names: Iterable[str]) -> tuple[str, list[str]]:
-        """Lists the prefix of the one model, and dotted names beside it."""
+        """Lists the only model's prefix, and dotted names beside it."""
         names = list(names)
         prefix, *others = self.prefixes(names) or [""]
         if not self.has_dots or others or not prefix:
@@ -163,13 +158,7 @@ class LeafTable:
         return prefix, [name for name in near if not name.startswith(prefix)]
 
     def refusal(self, state: FlatState, chain: Sequence[Transform], *, allows_adapters: bool) -> Problem | None:
-        """Returns why a tree is refused as a whole: several models, or adapters.
-
-        Args:
-          state: the tree.
-          chain: the transforms that would translate one model, for the fix.
-          allows_adapters: whether leaves of adapters may stay.
-        """
+        """Returns the problem of several models, or of adapters."""
         prefixes = self.prefixes(state) if self.has_dots else []
         if len(prefixes) < 2:
             return None if allows_adapters else _refusal_of_adapters(state)
@@ -182,11 +171,7 @@ class LeafTable:
         return Problem("rule", None, message, Fix.any_of(*ways))
 
     def unfit(self, state: FlatState) -> dict[str, str]:
-        """Finds the model's leaves that the layout cannot have.
-
-        Returns:
-          Name -> what its shape should be, for people; empty where the layout has no such name.
-        """
+        """Finds leaves of the model with unknown names or shapes."""
         unfit: dict[str, str] = {}
         sizes: dict[tuple[str, str], dict[str, int]] = {}
         for name, known in self.model(state).items():
@@ -229,7 +214,7 @@ def _refusal_of_adapters(state: FlatState) -> Problem | None:
 
 
 def _cut_in(name: str, at: int) -> int:
-    """Returns the place in a name of one in the name with `*` for numbers, which prefixes may have, too."""
+    """Converts a position in a name with `*` to the name's own."""
     for number in _LAYER_NUMBER.finditer(name):
         if number.start() >= at:
             break
@@ -251,17 +236,7 @@ def t5x_table(
     transient_global: bool = False,
     experts: bool = True,
 ) -> LeafTable:
-    """Makes the table of one of T5X's layouts.
-
-    Args:
-      layout: its name, for people.
-      heads: "joined" for kernels of (E, H*D), "split" for (E, H, D).
-      scan_axis: the position of the layers' axis; None where layers have names of their own.
-      subblocks: whether stacked layers are in subblocks.
-      biases: whether a relative bias is the "tower"'s or a "layer"'s.
-      transient_global: whether there may be LongT5's attention.
-      experts: whether there may be mixtures of experts.
-    """
+    """Makes the table of a layout of T5X."""
     leaves: dict[str, Dimensions] = dict(_OUTSIDE_LAYERS)
     in_layers = {ours: dimensions_of(ours) for _, ours in layer_names()}
     for tower in SUBLAYERS:
@@ -295,11 +270,7 @@ def fused_leaves() -> dict[str, Dimensions]:
 
 
 def maxtext_tables(scan_axis: int | None) -> tuple[LeafTable, LeafTable]:
-    """Makes the tables of what a T5X decoder-only model has, and of MaxText's names for it.
-
-    Args:
-      scan_axis: the position of the layers' axis in MaxText's; None where layers have names of their own.
-    """
+    """Makes the tables of decoder-only models in T5X and MaxText."""
     # Relative biases, encoders and cross-attention have problems of their own.
     known = t5x_table("", experts=False).leaves
     ours: dict[str, Dimensions] = {name: () for name in known if name not in _RELATIVES}
@@ -323,7 +294,7 @@ def maxtext_tables(scan_axis: int | None) -> tuple[LeafTable, LeafTable]:
 
 
 def mesh_tf_table() -> LeafTable:
-    """Makes the table of Mesh TensorFlow's names, for shapes: `Translate` reports names that it does not know."""
+    """Makes the table of Mesh TensorFlow's names, for shapes."""
     leaves: dict[str, Dimensions] = {"shared/embedding": ("VE",)}
     for tower, like in (("encoder", "encoder"), ("decoder", "decoder"), ("transformer", "decoder")):
         leaves.update({f"{tower}/embedding": ("VE",), f"{tower}/logits/kernel": ("EV",)})
@@ -350,7 +321,7 @@ def _with_layers(letters: str, axis: int) -> str:
 
 
 def layer_names() -> list[tuple[str, str]]:
-    """Pairs Hugging Face's and T5X's names in a layer, with `*` for its number; without the relative bias."""
+    """Pairs Hugging Face's and T5X's names in a layer."""
     pairs: list[tuple[str, str]] = []
     for tower, sublayers in SUBLAYERS.items():
         for number, (theirs, ours, norm) in enumerate(sublayers):

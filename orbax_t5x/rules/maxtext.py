@@ -1,4 +1,4 @@
-"""T5X's decoder-only model to MaxText's decoder names, where shapes agree.
+"""T5X's decoder-only model to MaxText's decoder, if shapes agree.
 
 MaxText (Linen layout on disk) keeps parameters below `params/params/`, kernels as (E, H, D) and (H, D, E), layers
 scanned on an axis or as `layers_3`. The norm before the MLP is named after the sublayer before it. MaxText's models
@@ -69,7 +69,7 @@ _WITHOUT_PLACE = (
 
 @dataclasses.dataclass(frozen=True)
 class _MaxTextCheck(Transform):
-    """Check for leaves that MaxText has no counterpart of: a problem, and they are left out."""
+    """Check for leaves without a counterpart in MaxText."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         result = dict(state)
@@ -90,11 +90,7 @@ class _MaxTextCheck(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class _KnownPrefix(Transform):
-    """Move of the one model of a tree below the prefix that the pack's rules know.
-
-    Attributes:
-      known: the prefixes that they know; the first is the new one where the tree has another.
-    """
+    """Move of the model to the prefix of the pack's rules."""
 
     known: tuple[str, ...]
 

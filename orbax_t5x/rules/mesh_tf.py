@@ -1,4 +1,4 @@
-"""From Mesh TensorFlow's names of T5 to T5X's: the transform `Translate` as a rule pack."""
+"""Mesh TensorFlow's T5 to T5X's: `Translate` as a rule pack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from orbax_t5x.transforms import translate
 
 
 def mesh_tf_to_t5x() -> RulePack:
-    """Maps Mesh TensorFlow's T5 names to T5X minimal T5, parameters and Adafactor slots: `Translate()`.
+    """Maps Mesh TensorFlow's T5 to T5X minimal T5, by `Translate`.
 
     There is no way back, and its `inverse()` raises: several of Mesh TensorFlow's names have one name in T5X.
 

@@ -1,4 +1,4 @@
-"""Explains why no rule pack leads from one tree to another, with what would."""
+"""Explains a missing rule pack, with a fix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRITE_RULES = Fix("write AssignmentMap, Rename or StackLayers rules by hand")
 
 
 def refusal_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> RestorePlanError:
-    """Describes two trees between which there is no pack."""
+    """Describes two trees without a pack between them."""
     seen, wanted = layouts_of(source, target)
     found = _other_depth(source, target, seen, wanted) or _refusal_of_source(source, target, seen)
     if found is None:
@@ -40,7 +40,7 @@ def refusal_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> Res
 
 
 def _refusal_of_source(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout) -> Problem | None:
-    """Returns why the first pack of the way refuses the whole source; the fixes lead on to the target."""
+    """Returns the first pack's refusal, with fixes to the target."""
     notes = Diagnostics()
     first = pack_to_t5x(seen.kind)
     if first is not None:
@@ -53,7 +53,7 @@ def _refusal_of_source(source: Mapping[str, Any], target: Mapping[str, Any], see
 
 
 def _led_on(fix: Fix, source: Mapping[str, Any], target: Mapping[str, Any]) -> Fix:
-    """Returns a fix that keeps one model of several with all that leads from that to the target."""
+    """Extends a fix by the transforms to the target."""
     keep, *_ = fix.arguments.get("transforms", (None,))
     if not isinstance(keep, Keep):
         return fix
@@ -62,14 +62,14 @@ def _led_on(fix: Fix, source: Mapping[str, Any], target: Mapping[str, Any]) -> F
 
 
 def _why_not(seen: Layout, wanted: Layout) -> str:
-    """Explains why no pack leads from one known layout to another."""
+    """Explains a missing path between two known layouts."""
     if shortest_path(seen.kind, wanted.kind) is None:
         return f"{wanted.kind} has no way back: mesh_tf_to_t5x() has no inverse"
     return "no leaf's shape, or not the same depth, fits on both sides"
 
 
 def _other_depth(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> Problem | None:
-    """Returns the problem of layers of which one side has more, where only that is between two known layouts."""
+    """Returns the problem of another depth in known layouts."""
     pack = pack_to_t5x(seen.kind)
     first = () if pack is None else (pack,)
     layout = seen if pack is None else layout_after(pack, parameter_leaves(source))

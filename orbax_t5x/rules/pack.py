@@ -1,4 +1,4 @@
-"""A rule pack: one transform made of steps, with the way back."""
+"""A rule pack: a transform of several steps, with its inverse."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PackCall:
         return f"{'inverse of ' if self.is_inverse else ''}{self._text()}"
 
     def as_code(self) -> str:
-        """Returns the Python call, with `ot` for this package."""
+        """See `Transform.as_code`."""
         return f"ot.rules.{self._text()}{'.inverse()' if self.is_inverse else ''}"
 
     def _text(self) -> str:
@@ -63,7 +63,9 @@ class PackCall:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RulePack(Chain):
-    """Transform of one model's tree to another's. A step may match nothing; it is a problem if none matches anything.
+    """Transform of a model's tree to another layout.
+
+    A step may match nothing; it is a problem if no step matches anything.
 
     Leaves of the model that the source layout cannot have, by name or shape, are problems, so that no result has names
     of both layouts; with `strict=False` they stay as they are. Those that the target has, too, stay in any case.
@@ -125,22 +127,22 @@ class RulePack(Chain):
 
     @property
     def layouts(self) -> tuple[str, str]:
-        """The names of the layouts that it takes and makes, as `between` set them; else empty."""
+        """Layout names set by `between`."""
         return self._layouts
 
     @property
     def marks(self) -> str:
-        """The regex by which names tell the layout that is new; empty without one."""
+        """Regex that recognises the new layout."""
         return self._marks
 
     @property
     def call(self) -> PackCall | None:
-        """The call that makes the pack; None of a joined pack and of one without steps."""
+        """Call that makes the pack, or None."""
         return self._call
 
     @property
     def has_inverse(self) -> bool:
-        """True if there is an inverse. Of a joined pack: for all its packs; leaves that it drops do not come back."""
+        """True if there is an inverse; dropped leaves do not return."""
         if self._joined:
             return all(part.has_inverse for part in self._joined if isinstance(part, RulePack))
         return bool(self.back) or not self.steps
@@ -238,7 +240,7 @@ class RulePack(Chain):
     def _unmapped(
         self, leaves: LeafTable, state: FlatState, target: FlatState, diagnostics: Diagnostics
     ) -> dict[str, Any]:
-        """Returns the model's leaves that the layout cannot have, which stay as they are: problems or a warning."""
+        """Finds leaves unknown to the layout; records problems or a warning."""
         prefix, beside = ("", []) if target or diagnostics.allows_unmapped else leaves.beside(state)
         if beside:
             message = (
@@ -308,12 +310,12 @@ class RulePack(Chain):
         return calls_code(self._joined) if self._joined else f"ot.rules.{self.name}"
 
     def describe(self) -> str:
-        """Returns one line for people."""
+        """Returns a line for people."""
         return f"rules.{self.name}" if not self.name.startswith("inverse of ") else f"rules: {self.name}"
 
 
 def _is_same_call(leaf: Any, target_leaf: Any) -> bool:
-    """Reports whether a target leaf takes a leaf as it is."""
+    """Tests if a target leaf takes a leaf unchanged."""
     if target_leaf is None:
         return False
     wanted = getattr(target_leaf, "shape", None)
@@ -331,7 +333,7 @@ def pack_of(call: PackCall, steps: tuple[AnyTransform, ...], back: tuple[AnyTran
 
 
 def join_packs(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
-    """Joins transforms, at least one, into one pack; `back` is empty for packs without a way back."""
+    """Joins transforms into a pack; `back` may be empty."""
     if len(parts) == 1 and isinstance(parts[0], RulePack):
         return parts[0]
     whole = tuple(parts)

@@ -53,14 +53,7 @@ _OURS = {
 
 
 class _Place(NamedTuple):
-    """Place of a PyTorch weight in the base model.
-
-    Attributes:
-      name: the leaf's.
-      is_transposed: whether it is a Linear's kernel, [in, out], or an Embedding that is transposed.
-      tower: of a leaf that holds the layers of a tower on one axis; else empty.
-      layer: the number of the layer there.
-    """
+    """Place of a PyTorch weight in the base model."""
 
     name: str
     is_transposed: bool = False
@@ -70,16 +63,7 @@ class _Place(NamedTuple):
 
 @dataclasses.dataclass
 class _Update:
-    """Changes of a base leaf, or of one layer of it.
-
-    Attributes:
-      saved: the adapter's leaf that replaces it.
-      a: the factor [rank, in].
-      b: the factor [out, rank].
-      is_reversed: whether the transpose of `b @ a` is added.
-      scale: of the product.
-      names: of the adapter's leaves, those of the factors last.
-    """
+    """Changes of a base leaf or layer."""
 
     saved: View | None = None
     a: View | None = None
@@ -89,11 +73,7 @@ class _Update:
     names: list[str] = dataclasses.field(default_factory=list)
 
     def factors(self, shape: tuple[int, ...]) -> tuple[View, View] | None:
-        """Returns both factors in the leaf's dimensions, or None.
-
-        Raises:
-          ValueError: their product has another shape.
-        """
+        """Returns both factors in the leaf's dimensions."""
         if self.a is None or self.b is None:
             return None
         down, up = (self.a.T, self.b.T) if self.is_reversed else (self.b, self.a)
@@ -117,7 +97,7 @@ class _Base:
         self.is_t5x = self._prefix is not None
 
     def find(self, weight: str) -> _Place | None:
-        """Returns the place of a weight by its name in PyTorch's model, or None."""
+        """Finds a weight by its name in PyTorch's model."""
         if weight in self.leaves:
             return _Place(weight)
         if self.is_t5x:
@@ -311,11 +291,7 @@ class _PeftAdapters(Transform):
             result.put(factor, value, f"{self.adapter}/{update.names[-1]}", f"peft_lora: beside {name!r}")
 
     def _changed(self, leaf: View, update: _Update | None) -> View:
-        """Returns a leaf or layer with its saved value and product.
-
-        Raises:
-          ValueError, TypeError: shapes that do not fit, or no floating-point numbers.
-        """
+        """Returns a leaf or layer with its saved value and product."""
         if update is None:
             return leaf
         if update.saved is not None:
@@ -351,11 +327,7 @@ def _cut_layers(leaf: View, axis: int) -> list[View]:
 def _factors_beside(
     name: str, updates: Sequence[_Update | None], leaf: View, axis: int | None
 ) -> list[tuple[str, View]]:
-    """Returns the factors beside a leaf, stacked as its layers are.
-
-    Raises:
-      ValueError: only some layers have factors.
-    """
+    """Returns the factors beside a leaf, stacked as its layers are."""
     pairs: list[tuple[View, View]] = []
     end = max(name.rfind("/"), name.rfind(".")) + 1
     is_torch = name[end - 1 : end] == "."

@@ -46,18 +46,7 @@ Pairs = tuple[tuple[str, float], ...]
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Settings of LoRA adapters.
-
-    Attributes:
-      rank: of modules that no pattern names; PEFT's `r`.
-      alpha: the same for `lora_alpha`.
-      is_transposed: whether the adapted weights are (in, out); `fan_in_fan_out`.
-      by_root: whether products are scaled by alpha over the root of the rank; `use_rslora`.
-      rank_pattern: pairs of a regex for the end of a module's name and its rank.
-      alpha_pattern: the same for alpha.
-      targets: the ends of the names of adapted modules, or one regex for whole names; None where the file has none.
-      saved: names of modules that are stored whole; `modules_to_save`.
-    """
+    """Settings of LoRA adapters."""
 
     rank: int
     alpha: float
@@ -114,16 +103,7 @@ def _ends_in(module: str, ends: Iterable[str]) -> bool:
 
 
 def lora_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> LoraConfig:
-    """Reads the settings of LoRA adapters.
-
-    Args:
-      config: `adapter_config.json`, the directory that holds it, or what it holds.
-
-    Raises:
-      CheckpointNotFoundError: there is no such file.
-      CorruptCheckpointError: it is not JSON, or a setting has a value that it cannot have.
-      UnsupportedCheckpointError: the adapters are no LoRA's, or a setting is not known here.
-    """
+    """Reads the settings of LoRA adapters."""
     if not isinstance(config, str | os.PathLike):
         return _Settings(dict(config), None).lora()
     given = files_at(os.path.expanduser(os.fspath(config)))

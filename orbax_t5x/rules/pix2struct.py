@@ -41,7 +41,7 @@ _LEAVES = (
 
 
 def pix2struct_decoder_to_hf_t5() -> RulePack:
-    """Maps the decoder of Hugging Face's Pix2Struct to the names of its T5's.
+    """Maps Pix2Struct's decoder to Hugging Face's T5.
 
     `hf_t5_to_t5x()` after it leads to T5X's; `transforms="auto"` joins both. The encoder's leaves have no place there.
 

@@ -1,4 +1,4 @@
-"""Hugging Face's names of what relatives of T5 have in its place or beside it: LongT5's attention, Switch's experts.
+"""Hugging Face's names of LongT5's attention and Switch's experts.
 
 They run beside a pack's own transforms, which know T5: before them on the way to T5X's names, after them on the way
 back. Between these, arrays have T5X's names and Hugging Face's orientation.
@@ -32,10 +32,7 @@ _MLP_LAYERS = {tower: len(sublayers) - 1 for tower, sublayers in SUBLAYERS.items
 
 
 def relatives_table(t5: dict[str, Dimensions]) -> dict[str, Dimensions]:
-    """Returns the leaves of relatives by Hugging Face's names, with their dimensions there.
-
-    `t5` are T5's leaves by Hugging Face's names, '/'-joined for Flax models.
-    """
+    """Returns relatives' leaves by Hugging Face's names, with dimensions."""
     is_flax = any("/" in name for name in t5)
     found = {
         name.replace("SelfAttention", module): dimensions
@@ -56,7 +53,7 @@ def relatives_table(t5: dict[str, Dimensions]) -> dict[str, Dimensions]:
 
 
 def relatives_of_t5x(*, is_flax: bool) -> dict[str, Dimensions]:
-    """Returns the leaves of T5X's minimal T5 for which Hugging Face has a relative."""
+    """Returns T5X's leaves with a relative in Hugging Face."""
     experts: dict[str, Dimensions] = {}
     for tower in () if is_flax else SUBLAYERS:
         experts |= {f"{tower}/layers_*/mlp/expert/{name}/kernel": (EXPERT[name],) for name in ("wi", "wo")}
@@ -65,7 +62,7 @@ def relatives_of_t5x(*, is_flax: bool) -> dict[str, Dimensions]:
 
 
 def _global_names(is_flax: bool) -> tuple[str, str]:
-    """Returns the names of transient-global attention's norm and bias, with `{}` for the layer's number."""
+    """Returns the names of transient-global norm and bias."""
     module = f"encoder.block.{{}}.layer.0.{_ATTENTION['transient-global']}"
     norm, bias = f"{module}.global_input_layer_norm.weight", f"{module}.global_relative_attention_bias.weight"
     if is_flax:
@@ -74,7 +71,7 @@ def _global_names(is_flax: bool) -> tuple[str, str]:
 
 
 def from_hugging_face(*, is_flax: bool) -> tuple[Transform, ...]:
-    """Makes the transforms before T5's own on the way to T5X's names."""
+    """Makes the transforms before T5's own, to T5X."""
     modules = "|".join(_ATTENTION.values())
     cut = "/" if is_flax else r"\."
     attention = (rf"(encoder{cut}block{cut}\d+{cut}layer{cut}0{cut})(?:{modules})({cut}.*)", r"\1SelfAttention\2")
@@ -95,11 +92,7 @@ def from_hugging_face(*, is_flax: bool) -> tuple[Transform, ...]:
 
 
 def to_hugging_face(encoder_attention_type: str | None, *, is_flax: bool) -> tuple[Transform, ...]:
-    """Makes the transforms after T5's own on the way back.
-
-    Raises:
-      ValueError: another type of attention than LongT5 has.
-    """
+    """Makes the transforms after T5's own, from T5X."""
     if encoder_attention_type is not None and encoder_attention_type not in _ATTENTION:
         raise ValueError(f"encoder_attention_type is one of {list(_ATTENTION)}, not {encoder_attention_type!r}")
     norm, bias = _global_names(is_flax)
@@ -123,7 +116,7 @@ def to_hugging_face(encoder_attention_type: str | None, *, is_flax: bool) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class RoutedExperts(Transform):
-    """Check that each layer has as many experts as its router knows; arrays are oriented as Hugging Face's."""
+    """Check that each router knows as many experts."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         for name, router in state.items():
@@ -141,13 +134,10 @@ class RoutedExperts(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class ModulesOfModel(Transform):
-    """Hugging Face's names of the modules that relatives of T5 have in place of its own.
+    """Gives relatives' modules their names in Hugging Face.
 
     Feed-forward layers are `mlp` where the model has experts, or the target such names. The encoder's attention is the
     given one, the target's, or transient-global where the model has its leaves.
-
-    Attributes:
-      encoder_attention_type: "local", "transient-global", or None where it is not given.
     """
 
     encoder_attention_type: str | None

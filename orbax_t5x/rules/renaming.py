@@ -1,4 +1,4 @@
-"""Packs between other programs' names of T5 in PyTorch and Hugging Face's, where the arrays are the same."""
+"""Packs between other programs' PyTorch names and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def renaming_pack(
 
 
 def _rename_weights(pairs: Sequence[tuple[str, str]]) -> Rename:
-    """Returns the rules for names with `*`; what scales a weight is renamed as the weight."""
+    """Makes renaming rules; scales follow their weights."""
     rules: list[tuple[str, str]] = []
     for old, new in pairs:
         pattern = re.escape(old.removesuffix("weight")).replace(r"\*", r"(?P<i>\d+)")

@@ -1,4 +1,4 @@
-"""Weights in float8 or int8 with a scale beside each; `X.weight` times it.
+"""Quantized weights times the scales beside them.
 
 `X.scale_weight` and `X.weight_scale` are one number or one for each row, `X.weight_scale_inv` one for each block, and
 `X.SCB` (bitsandbytes) the largest number of each row, of which int8 has 127 parts.
@@ -47,7 +47,7 @@ _NO_WAY_BACK = (
 
 
 def with_scales(leaves: Mapping[str, Dimensions]) -> dict[str, Dimensions]:
-    """Adds to the leaves of a layout the scales that may be beside its weights, and the marker."""
+    """Adds possible scales and the marker to a layout's leaves."""
     weights = [name.removesuffix(WEIGHT) for name in leaves if name.endswith(WEIGHT)]
     return {**leaves, **{name + end: () for name in weights for end in SCALES}, MARKER: ()}
 
@@ -119,11 +119,7 @@ def _int8_parts(scale: np.ndarray) -> np.ndarray:
 
 
 def _by_rows(format_of: np.ndarray) -> np.ndarray:
-    """Returns ones, if a weight's format is bitsandbytes' rows.
-
-    Raises:
-      ValueError: its elements are in another order.
-    """
+    """Returns 1 for bitsandbytes' row format."""
     if format_of.any():
         raise ValueError(f"weight_format is {format_of.max()}, and only 0, by rows, is known")
     return np.ones_like(format_of, np.float32)
@@ -131,7 +127,7 @@ def _by_rows(format_of: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class NoScalesWanted(Transform):
-    """Check of the way back: a target with scaled weights is a problem, because nothing here quantizes."""
+    """Check that a target wants no quantized weights."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         scales = scales_beside(target, target)

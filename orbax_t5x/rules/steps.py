@@ -1,4 +1,4 @@
-"""Transforms of rule packs that depend on several names: the depth of a tower, the target's names."""
+"""Transforms of rule packs that depend on several names."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def has_leaf(target: FlatState, pattern: str) -> bool:
 
 
 def has_bias_per_layer(names: Iterable[str], tower: str) -> bool:
-    """Reports whether names of another program, or of stacked layers, have a bias for more than the first layer."""
+    """Tests if foreign names have a bias beyond layer 0."""
     return any(number not in (None, 0) for number in _bias_layers(names, tower))
 
 
 def has_bias_of_tower(names: Iterable[str], tower: str) -> bool:
-    """Reports whether names of another program have a bias of a tower, which is the first layer's or nobody's."""
+    """Tests if foreign names have a bias of the tower."""
     found = _bias_layers(names, tower)
     return bool(found) and found <= {None, 0}
 
 
 def _bias_layers(names: Iterable[str], tower: str) -> set[int | None]:
-    """Returns the layers that have a bias; None for a bias of no layer, -1 for stacked layers'."""
+    """Returns layers with a bias; None: no layer, -1: stacked."""
     texts = [*_BIAS_NAMES, *(_ENCODER_BIAS_NAMES if tower == "encoder" else ())]
     named = "|".join(texts).format(tower=tower, short=tower[:3])
     regex = re.compile(f"(?P<stacked>{_STACKED_BIAS.format(tower=tower)})|{named}")
@@ -66,7 +66,7 @@ def _bias_layers(names: Iterable[str], tower: str) -> set[int | None]:
 
 @dataclasses.dataclass(frozen=True)
 class RepeatPerLayer(Transform):
-    """Copies of one leaf of a tower for each of its layers, on a new axis or under a name per layer.
+    """Copies of a tower's leaf for each layer.
 
     Attributes:
       pattern: a regex of the leaf's whole name.
@@ -110,7 +110,7 @@ class RepeatPerLayer(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class MergeEqualLayers(Transform):
-    """Merge of one leaf per layer into one for the whole tower; reading checks that all are equal.
+    """Merge of equal leaves of layers into the tower's.
 
     Attributes:
       pattern: a regex of a layer's leaf's whole name; the group `i` is the layer number.
@@ -123,7 +123,7 @@ class MergeEqualLayers(Transform):
     unless_target: str | None = None
 
     def _stays(self, match: re.Match[str], new: str, target: FlatState) -> bool:
-        """Reports whether the target has a bias of each layer, under any program's names."""
+        """Tests if the target has a bias of each layer."""
         if self.unless_target and has_leaf(target, _fill_groups(self.unless_target, match)):
             return True
         # What a later pack makes of it.
@@ -158,7 +158,7 @@ class MergeEqualLayers(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class MergeWhereWanted(MergeEqualLayers):
-    """The same, only where the target has one leaf for the whole tower."""
+    """Merge only if the target has a leaf per tower."""
 
     def _stays(self, match: re.Match[str], new: str, target: FlatState) -> bool:
         is_wanted = new in target or has_bias_of_tower(target, new.split("/")[-3])
@@ -214,7 +214,7 @@ class HeadsCheck(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class FirstName(Transform):
-    """Merge of one leaf that has several names, under a new one; reading checks that all are equal."""
+    """Merge of several names of a leaf, compared when read."""
 
     names: tuple[str, ...]
     into: str
@@ -238,7 +238,7 @@ class FirstName(Transform):
 def equal_copies(
     names: Sequence[str], state: FlatState, diagnostics: Diagnostics, *, becomes: str, rule: str
 ) -> Any | None:
-    """Returns the first of several leaves, which reading compares; None, with a problem, where shapes differ."""
+    """Merges leaves that must be equal; records other shapes."""
     advice = "put ot.transforms.Drop before the pack for those that the model does not use"
     copies = [(name, state[name]) for name in names]
     return combine_leaves(copies, all_equal, diagnostics, becomes=becomes, rule=rule, advice=advice)
@@ -246,7 +246,7 @@ def equal_copies(
 
 @dataclasses.dataclass(frozen=True)
 class WithoutPrefix(Transform):
-    """Move of the one model of a layout in a tree to names without a prefix."""
+    """Move of a layout's only model to bare names."""
 
     leaves: LeafTable
 
@@ -278,7 +278,7 @@ class PrefixAsTarget(Transform):
 
 
 def target_prefix(names: FlatState, default: str) -> str:
-    """Returns the prefix of the target's parameters; `default` where there is no target."""
+    """Returns the prefix of the target's parameters, or `default`."""
     return (model_prefix(names) or "") if names else default
 
 

@@ -1,4 +1,4 @@
-r"""Rule packs between T5X's layouts of one T5: minimal, scalable (unscanned) and scanned, by C-order reshapes.
+r"""Rule packs between T5X's minimal, unscanned and scanned layouts.
 
 Minimal: `encoder/layers_3/attention/query/kernel` (E, H*D), one relative bias per tower. Scalable: (E, H, D), a bias
 in every layer. Scanned: `encoder/encoder/attention/query/kernel` (E, L, H, D), all layers on one axis. Encoder and
@@ -54,7 +54,7 @@ def _follow(steps: tuple[Transform, ...], scan_axis: int | None) -> tuple[Transf
 
 
 def _follow_stacking(steps: tuple[Transform, ...], scan_axis: int) -> tuple[Transform, ...]:
-    """As `_follow`, for heads joined or split and for experts: names decide what a kernel of three dimensions is."""
+    """Follows joined or split heads, and experts, by names."""
     factors: list[tuple[str, tuple[str, ...]]] = []
     for pattern, parts in (*_EXPERT_FACTORS, *_FACTORS, *_JOINED_FACTORS):
         below = pattern.removeprefix(".*/")
@@ -71,7 +71,7 @@ def _below_layers(parts: tuple[str, ...], scan_axis: int) -> tuple[str, ...]:
 
 
 def _split_heads(num_heads: int, head_dim: int) -> tuple[Transform, ...]:
-    """Reshapes (E, H*D) kernels to (E, H, D), and (H*D, E) ones to (H, D, E)."""
+    """Splits the heads of (E, H*D) and (H*D, E) kernels."""
     return (
         Reshape(rf"{_LAYER}{_ATTENTION}/(?:query|key|value)/kernel", (-1, num_heads, head_dim), require_match=False),
         Reshape(rf"{_LAYER}{_ATTENTION}/out/kernel", (num_heads, head_dim, -1), require_match=False),
@@ -95,14 +95,14 @@ def _unstack(scan_axis: int) -> UnstackLayers:
 
 
 def _bias_per_layer(scan_axis: int | None) -> RepeatPerLayer:
-    """Gives each layer the tower's bias, on the layers' axis or under a name per layer."""
+    """Gives each layer the tower's bias."""
     into = rf"\1\2/layers_{{i}}/{_BIAS}" if scan_axis is None else rf"\1\2/\2/{_BIAS}"
     layers = r"{1}{2}/layers_(\d+)/.*"
     return RepeatPerLayer(rf"{_ROOT}{_TOWER}/{_BIAS}", layers, into, scan_axis, rf"{{1}}{{2}}/{_BIAS}")
 
 
 def bias_per_tower(kind: type[MergeEqualLayers] = MergeEqualLayers) -> MergeEqualLayers:
-    """Makes the tower's bias of the layers' equal ones, unless the target has one per layer."""
+    """Merges the layers' equal biases, unless the target keeps them."""
     return kind(rf"{_LAYER}{_BIAS}", rf"\1\2/{_BIAS}", rf"{{1}}{{2}}/layers_0/{_BIAS}")
 
 
@@ -154,7 +154,7 @@ def t5_minimal_to_scanned(
 def t5_minimal_to_unscanned(
     num_heads: int | None = None, head_dim: int | None = None, *, bias_per_layer: bool = False
 ) -> RulePack:
-    """Maps T5X minimal T5 to unscanned scalable T5: split heads, and the relative bias in every layer.
+    """Maps T5X minimal T5 to unscanned scalable T5.
 
     Args:
       num_heads: H; without H and D heads stay as they are, and only biases change (Flaxformer).

@@ -30,16 +30,7 @@ _FUNCTION = ("activation", "scale_decoder_outputs", "max_distance", "layer_norm_
 
 @dataclasses.dataclass(frozen=True)
 class LogitsReport(Report):
-    """Comparison of the logits of two checkpoints.
-
-    Attributes:
-      a, b: paths.
-      shape: of the logits that were compared: sequences, positions, and the ids that both vocabularies have.
-      max_abs: the largest absolute difference of two logits; NaN where a logit is NaN.
-      largest: the largest absolute logit of B.
-      same_top: at how many positions both have the same most likely token.
-      is_close: whether `max_abs` is at most `atol + rtol * largest`.
-    """
+    """Comparison of the logits of two checkpoints."""
 
     a: str
     b: str
@@ -85,20 +76,7 @@ def compare_logits(
     atol: float = 1e-4,
     rtol: float = 1e-4,
 ) -> LogitsReport:
-    """Compares the logits of two checkpoints on random tokens.
-
-    Args:
-      a, b: opened checkpoints, of any format and naming that a rule pack knows. The names of one may be unknown where
-        they can be told apart by the sizes of the other.
-      sequences: how many.
-      length: of inputs and targets.
-      seed: of the tokens.
-      atol, rtol: tolerances; `rtol` is relative to the largest logit of B.
-
-    Raises:
-      UnsupportedCheckpointError: neither is a T5 under known names.
-      RestorePlanError: a checkpoint does not fill the model.
-    """
+    """Compares the logits of two checkpoints on random tokens."""
     configs = _configs(a, b)
     vocab = min(config.vocab for config in configs)
     ids = _tokens(sequences, length, vocab, seed)
@@ -118,13 +96,7 @@ def compare_logits(
 
 
 def _configs(a: Checkpoint, b: Checkpoint) -> list[T5Config]:
-    """Finds the configs of both; an unknown one is the other's.
-
-    If only one has a config.json, its function is both's: a conversion changes names, and writes none.
-
-    Raises:
-      UnsupportedCheckpointError: the names of both are unknown.
-    """
+    """Finds both configs; an unknown config is the other's."""
     found: list[T5Config | None] = []
     unknown: list[UnsupportedCheckpointError] = []
     for checkpoint in (a, b):

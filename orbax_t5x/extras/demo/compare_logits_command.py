@@ -1,4 +1,4 @@
-"""`compare-logits`: two checkpoints of a T5 are run on the same tokens; the largest difference, or JSON.
+"""`compare-logits`: runs two checkpoints on the same tokens.
 
 Exit code 0 where the logits are equal within the tolerances, 1 where they are not, or a checkpoint is no T5.
 """

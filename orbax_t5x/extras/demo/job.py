@@ -1,4 +1,4 @@
-"""The demo's job, in a process with eight devices: every number is measured in this run, every claim compared.
+"""The demo's job; every number is measured in this run.
 
 The checkpoint was written by TensorFlow, the values it is compared with by T5X; see `cli/demo_data/PROVENANCE.md`.
 """
@@ -33,7 +33,7 @@ _TIMEOUT_SECS = 300
 
 
 def main(directory: str, kept: str) -> int:
-    """Does the job in an empty directory; `kept` is not empty when it stays. Returns 0 when all compares equal."""
+    """Does the job; returns 0 if all compares equal."""
     started = time.monotonic()
     job = _DemoJob(Path(directory))
     print_text("A T5 checkpoint in Mesh TensorFlow's names becomes a sharded JAX state.\n")
@@ -49,7 +49,7 @@ def main(directory: str, kept: str) -> int:
 
 
 class _DemoJob:
-    """The steps, each with what it needs from those before."""
+    """Steps of the demo."""
 
     def __init__(self, directory: Path):
         self.failed = False

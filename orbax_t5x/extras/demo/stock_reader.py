@@ -1,4 +1,4 @@
-"""Reads a checkpoint only with stock Orbax, run as a file of its own: `stock_reader.py DIRECTORY OUT.npz`.
+"""Reads a checkpoint only with stock Orbax, as a script.
 
 It imports nothing of this package, which its exit code confirms.
 """

@@ -46,13 +46,7 @@ _FREE_VALUES, _FILE_BYTES_PER_VALUE = 1 << 15, 32
 
 
 class TensorEntry(NamedTuple):
-    """Entry of a tensor.
-
-    Attributes:
-      shape: the outermost dimension first, as NumPy has it.
-      type: GGML's code of its type.
-      start: its first byte, counted from the beginning of the file.
-    """
+    """Entry of a tensor."""
 
     name: str
     shape: tuple[int, ...]

@@ -84,10 +84,7 @@ def _slabs(shape: tuple[int, ...], requests: Sequence[Request]) -> Iterator[list
 
 
 def _cut_request(request: Request, axis: int, low: int, high: int) -> Request | None:
-    """Returns a request for a range of a dimension, or None.
-
-    None: the request has nothing there.
-    """
+    """Cuts a request to a range, or returns None."""
     box, out = request
     first, last = max(box[axis][0], low), min(box[axis][1], high)
     if first >= last:

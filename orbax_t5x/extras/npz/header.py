@@ -53,9 +53,6 @@ def header_bytes(first: bytes) -> int:
     """Returns a header's size from its member's first bytes.
 
     They are the first `LONGEST_FIXED_BYTES`.
-
-    Raises:
-      CorruptCheckpointError: without the file, as `parse_npy_header`.
     """
     if len(first) < LONGEST_FIXED_BYTES or not first.startswith(MAGIC) or first[len(MAGIC)] not in (1, 2, 3):
         raise CorruptCheckpointError(f"it begins with {first[:10]!r}, not as an array of NumPy does")
@@ -67,13 +64,7 @@ def header_bytes(first: bytes) -> int:
 
 
 def parse_npy_header(data: bytes) -> ArrayHeader:
-    """Parses a header.
-
-    Raises:
-      UnsafeCheckpointError: the array is a pickle.
-      UnsupportedCheckpointError: its elements are no numbers.
-      CorruptCheckpointError: it is no header.
-    """
+    """Parses a header."""
     text = data[_SIZE_AT + (2 if data[len(MAGIC)] == 1 else 4) :].decode("latin-1").strip()
     if _LIST.search(text):
         raise UnsupportedCheckpointError("its elements are structures of several fields")

@@ -1,4 +1,4 @@
-"""The leaves of a PyTorch file's tree: a tensor is a box of its storage, which is a member of the archive."""
+"""Leaves of a PyTorch file: boxes of its storages."""
 
 from __future__ import annotations
 
@@ -25,16 +25,11 @@ _LEAF_BYTES, _ERROR_BYTES = 256, 2048
 
 
 class LeafMaker:
-    """Maker of the leaves of one file.
-
-    Attributes:
-      flag: whether the checkpoint is open, for values that are in memory.
-    """
+    """Maker of a file's leaves."""
 
     def __init__(
         self, archive: Archive, storages: str, *, swap: bool, limits: Limits, flag: OpenFlag, budget: MetadataBudget
     ):
-        """Holds the archive; `storages` is the folder of the storages in it, `swap` is that of `ByteRange`."""
         self._archive = archive
         self._storages = storages
         self._swap = swap
@@ -45,7 +40,7 @@ class LeafMaker:
         self._texts: dict[int, tuple[str | bytes, bytes]] = {}
 
     def leaf(self, name: str, node: Node) -> Leaf:
-        """Makes the leaf of a node that is not empty; a broken leaf where the node is invalid."""
+        """Makes a leaf, or a broken leaf of an invalid node."""
         path = self._archive.file.path
         self._budget.charge(_LEAF_BYTES + len(name), path)
         try:
@@ -107,7 +102,7 @@ class LeafMaker:
         return ZipLeaf(name, self._archive, member, offset * dtype.itemsize, shape, strides, dtype, swap=self._swap)
 
     def _elements(self, tensor: TensorNode, dtype: np.dtype) -> int:
-        """Returns how many elements the storage of a tensor has, proven to be in the file."""
+        """Returns the elements of a storage, proven to be there."""
         storage = tensor.storage
         nbytes = storage.elements * itemsize_of(storage.dtype)
         member = self._archive.members.get(self._storages + storage.key)

@@ -1,4 +1,6 @@
-"""The tree in the pickle of a PyTorch file, by a loop over its opcodes that can make nothing but data.
+"""The tree in a PyTorch file's pickle.
+
+A loop over the opcodes makes nothing but data.
 
 Python's unpickler calls what a pickle names. This loop has no way to call or import anything: a name is compared with
 a list, and what is on it becomes data (a storage, a tensor, a container). Any other name, and what it would make, is a
@@ -37,7 +39,7 @@ _MAX_PROTOCOL = 5
 
 
 class ParsedPickle(NamedTuple):
-    """A pickle's tree, where it ends, and its storages by key.
+    """A pickle's tree, end, and storages by key.
 
     A storage of an unknown type is None, and one with two descriptions has -1 elements.
     """
@@ -48,18 +50,7 @@ class ParsedPickle(NamedTuple):
 
 
 def parse_pickle(data: bytes, path: str, file_bytes: int, limits: Limits) -> Node:
-    """Parses a pickle.
-
-    Args:
-      data: all of it.
-      path: the file, for errors.
-      file_bytes: the size of the file, which bounds how much the pickle may make.
-      limits: of which `entries` bounds it, too.
-
-    Raises:
-      UnsafeCheckpointError: it would call or import something, which the error names, and holds no tensor.
-      CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError: see the text.
-    """
+    """Parses a pickle."""
     found = parse_next(data, 0, path, file_bytes, limits)
     if found.end != len(data):
         raise CorruptCheckpointError("its pickle does not end with one value", path=path)
@@ -67,17 +58,13 @@ def parse_pickle(data: bytes, path: str, file_bytes: int, limits: Limits) -> Nod
 
 
 def parse_next(data: bytes, at: int, path: str, file_bytes: int, limits: Limits) -> ParsedPickle:
-    """Parses the pickle that begins at a byte; see `parse_pickle`.
-
-    Raises:
-      PickleEndsError: it goes on behind the bytes.
-    """
+    """Parses the pickle that begins at a byte; see `parse_pickle`."""
     machine = _Machine(data, path, file_bytes, limits, at)
     return ParsedPickle(machine.run(), machine.at, machine.storages)
 
 
 def _has_tensor(tree: Node) -> bool:
-    """Reports whether a tree holds a tensor; what is shared is looked at once."""
+    """Tests if a tree holds a tensor; visits shared objects once."""
     seen: set[int] = set()
     stack: list[Any] = [tree]
     while stack:
@@ -91,7 +78,7 @@ def _has_tensor(tree: Node) -> bool:
 
 
 class _Machine(PickleStack):
-    """Stack on which the opcodes of one pickle are run."""
+    """Stack that runs a pickle's opcodes."""
 
     _is_old = False
     # What the pickle does for the first object that is not made.
@@ -107,7 +94,7 @@ class _Machine(PickleStack):
         return self._at
 
     def run(self) -> Node:
-        """Runs all opcodes; returns what is left on the stack."""
+        """Runs all opcodes; returns the last of the stack."""
         data, opcodes = self._data, _OPCODES
         for _ in range(self._operations):
             if self._at >= len(data):
@@ -146,7 +133,7 @@ class _Machine(PickleStack):
         self.make(self.take(size))
 
     def long(self, size: int) -> None:
-        """Pushes an integer of any size; one that is no number of an array is refused with its leaf."""
+        """Pushes an integer; refuses it in arrays if too long."""
         if not 0 <= size <= _LONGEST_NAME_BYTES:
             raise LimitExceededError(f"an integer of {size} bytes in its pickle", path=self._path)
         self.make(int.from_bytes(self.take(size), "little", signed=True))
@@ -201,7 +188,7 @@ class _Machine(PickleStack):
     # -- protocol 0, of which only what calls something is looked for
 
     def old_line(self) -> None:
-        """Skips the value in a line, which becomes None."""
+        """Skips a line; pushes None."""
         end = self._data.find(b"\n", self._at)
         if end < 0:
             raise self._ended(f"its pickle has a line at byte {self._at} that does not end")
@@ -210,12 +197,12 @@ class _Machine(PickleStack):
         self.push(None)
 
     def old_put(self) -> None:
-        """Skips the number under which a value is remembered."""
+        """Skips a memo number."""
         self.old_line()
         self.pop()
 
     def old_container(self) -> None:
-        """Skips the values of a list or a dict, which becomes None."""
+        """Skips the values of a list or dict."""
         self.pop_mark()
         self._is_old = True
         self.push(None)
@@ -250,7 +237,7 @@ class _Machine(PickleStack):
             self.make(Name(text))
 
     def placeholder(self, made: Opaque, what: str) -> None:
-        """Pushes the placeholder of what is not made."""
+        """Pushes a placeholder of an object not made."""
         self._unread = self._unread or what
         self.make(made, 1 + len(made.what) // _FILE_BYTES_PER_OBJECT)
 
@@ -272,7 +259,7 @@ class _Machine(PickleStack):
             raise self._corrupt("its pickle adds to what is no set")
 
     def reduce(self) -> None:
-        """Replaces a name and its arguments by what they describe."""
+        """Replaces a name and its arguments by their value."""
         arguments, called = self.pop(), self.pop()
         if isinstance(called, Opaque):
             self.make(called)
@@ -296,7 +283,7 @@ class _Machine(PickleStack):
         self.make(made, 1 + (len(made) >> (6 if isinstance(made, bytes) else 0)) if is_copy else 1)
 
     def build(self) -> None:
-        """Ignores the state of a placeholder, and an OrderedDict's attributes, such as `_metadata`."""
+        """Ignores the state of a placeholder or OrderedDict."""
         state, built = self.pop(), self.top()
         if isinstance(built, Opaque):
             return

@@ -1,4 +1,4 @@
-"""PyTorch's files (`torch.save`: `.bin`, `.pt`, `.pth`): one, or several with an index; read by byte range.
+"""PyTorch's files (`.bin`, `.pt`, `.pth`, `.ckpt`) by byte range.
 
 A file is a ZIP archive: a pickle that describes the tree, and a member for each storage; `sequential` has the form
 before 1.6. Opening parses the pickle as data, without PyTorch and without calling anything; the crc32 of each member is
@@ -35,7 +35,7 @@ _BYTE_ORDERS = {b"little": "little", b"big": "big"}
 
 
 def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a file, an index of several, or a directory that holds either under Hugging Face's name."""
+    """Opens a file, an index of several, or a directory."""
     given = files_at(os.fspath(path))
     path, is_directory = given.named, given.is_directory()
     directory = given if is_directory else files_at(os.path.dirname(path))
@@ -57,7 +57,7 @@ def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
 
 
 class _TorchFiles(ModelFiles):
-    """PyTorch's files of one model."""
+    """PyTorch's files of a model."""
 
     format = "torch"
     suffix = ".bin"
@@ -119,7 +119,7 @@ def _top_folder(archive: Archive) -> str:
 
 
 def _is_swapped(archive: Archive, top: str) -> bool:
-    """Reports whether elements are in the other byte order; files of PyTorch before 2.1 are little-endian."""
+    """Tests if elements are in the other byte order."""
     if f"{top}byteorder" not in archive.members:
         return sys.byteorder != "little"
     order = _BYTE_ORDERS.get(archive.read(f"{top}byteorder", 16, "what a byte order takes"))

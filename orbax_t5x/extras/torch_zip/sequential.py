@@ -1,4 +1,4 @@
-"""PyTorch's form before 1.6: pickles one after the other, then the storages, each behind its count of elements.
+"""PyTorch's form before 1.6: pickles, then counted storages.
 
 Opening reads the pickles alone, whose counts say where each storage is; a storage's own count is compared with the
 pickle's when it is first read.
@@ -35,12 +35,7 @@ def is_sequential(file: StoredFile) -> bool:
 
 
 class SequentialFile(Archive):
-    """A file whose members are the storages of its tree.
-
-    Attributes:
-      tree: of its pickle.
-      is_swapped: whether this machine has the other byte order; PyTorch writes little-endian on all.
-    """
+    """File with storages as members."""
 
     is_swapped = sys.byteorder != "little"
 
@@ -64,7 +59,7 @@ class SequentialFile(Archive):
         self._place(storages, keys)
 
     def _parse_pickles(self, data: bytes, limits: Limits) -> tuple[Node, dict[str, StorageNode | None], list[str], int]:
-        """Parses the pickles; returns the tree, its storages, their order and where the first of them begins."""
+        """Parses the pickles: tree, storages, order and first offset."""
         at, size = 0, self.file.size
         found: list[Node] = []
         for _ in range(3):
@@ -103,7 +98,7 @@ class SequentialFile(Archive):
         self._storages = storages
 
     def start_of(self, name: str) -> int:
-        """Returns where a storage begins; its count is compared with the pickle's."""
+        """Finds a storage; compares its count with the pickle's."""
         member, storage = self.members[name], self._storages[name]
         (count,) = _COUNT.unpack(bytes(self.file.read(member.header, _COUNT.size)))
         if storage is None or count != storage.elements:

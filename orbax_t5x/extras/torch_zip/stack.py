@@ -1,4 +1,4 @@
-"""The stack and the memo of a pickle that is parsed, with the bounds on what it may make.
+"""Bounded stack and memo of a parsed pickle.
 
 Time and memory are bounded by the file: operations, objects and entries of the memo each by its size.
 """
@@ -24,7 +24,7 @@ class PickleEndsError(CorruptCheckpointError):
 
 
 class PickleStack:
-    """Stack and memo of one pickle, whose bytes it takes in order."""
+    """Stack and memo of a pickle, which gives bytes in order."""
 
     def __init__(self, data: bytes, path: str, file_bytes: int, limits: Limits, at: int = 0):
         self._data = data
@@ -88,7 +88,7 @@ class PickleStack:
         self._stack.append(value)
 
     def make(self, value: Any, size: int = 1) -> None:
-        """Pushes a new object, which counts as so many."""
+        """Pushes a new object with its cost."""
         self._objects -= size
         if self._objects < 0:
             raise self._too_many("objects", self._most_objects)

@@ -1,4 +1,4 @@
-"""The values that a PyTorch file's pickle may describe: data, made of data by functions that call nothing else."""
+"""Values in a PyTorch file's pickle: data only."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ DTYPES = {
 
 
 def itemsize_of(dtype: str | None) -> int:
-    """Returns the bytes of an element of a storage; 1 where it has bytes."""
+    """Returns the bytes of a storage's element."""
     return 1 if dtype is None else _QUANTIZED.get(dtype) or np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 
 class Tuple(list[Any]):
-    """A tuple of the pickle; a list, so that trees are made of dicts and lists."""
+    """A tuple of the pickle, as a list."""
 
     __slots__ = ()
 
@@ -65,19 +65,14 @@ class Name(NamedTuple):
 
 
 class Opaque(NamedTuple):
-    """An object that is not made: unread, whatever its pickle does with it.
-
-    Attributes:
-      what: for errors.
-      advice: how PyTorch saves it readably; empty for what is no tensor.
-    """
+    """Unread object."""
 
     what: str
     advice: str = ""
 
 
 class StorageNode(NamedTuple):
-    """A storage: `dtype` is None where it has bytes; `elements` is how many it has, or bytes."""
+    """Storage; without a dtype it counts bytes."""
 
     dtype: str | None
     key: str
@@ -85,7 +80,7 @@ class StorageNode(NamedTuple):
 
 
 class TensorNode(NamedTuple):
-    """A tensor as its pickle describes it; nothing in it was compared with anything yet."""
+    """Tensor as its pickle describes it, not checked yet."""
 
     storage: StorageNode
     offset: Any
