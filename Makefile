@@ -29,6 +29,7 @@ lint: $(VENV)/.lint-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m tests.support.typed_pages
 
 # The same examples in every run.
 test: $(VENV)/.bytecode

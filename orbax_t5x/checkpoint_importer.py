@@ -81,7 +81,7 @@ _STEP = "state/step"
 _SHOWN_NAMES = 10
 
 
-def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
+def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, View]:
     """Opens the variables of a TensorFlow V2 checkpoint, by name.
 
     Only its index is read.

@@ -21,7 +21,8 @@ ot.convert(bundle, base, [ot.rules.mesh_tf_to_t5x(), ot.rules.t5x_to_hf_t5()], f
 rng = np.random.default_rng(0)
 query = "encoder.block.0.layer.0.SelfAttention.q"
 factors = {"lora_A": rng.normal(size=(4, 16)), "lora_B": rng.normal(size=(16, 4))}  # [rank, in] and [out, rank]
-np.savez(work / "a.npz", **{f"base_model.model.{query}.{name}.weight": f.astype("f") for name, f in factors.items()})
+named: dict = {f"base_model.model.{query}.{name}.weight": f.astype("f") for name, f in factors.items()}
+np.savez(work / "a.npz", **named)
 ot.convert(work / "a.npz", adapter, format="safetensors")
 (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
 config = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q"]}

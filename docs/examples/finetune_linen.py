@@ -78,6 +78,7 @@ def train(root, steps, die_after=None):
             strict=False,  # the slots of the optimizer that wrote the bundle are left over
         )
         print(f"{how} at step {step}", flush=True)
+        loss = np.nan
         while step < steps:
             state, loss = train_step(state, batch(step))
             step += 1
@@ -92,7 +93,7 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=train, args=(root, 8, 5))
     child.start()
     child.join()
-    print(f"the process ended with signal {-child.exitcode}; its steps: {ocp.utils.checkpoint_steps(root)}")
+    print(f"the process ended with signal {-(child.exitcode or 0)}; its steps: {ocp.utils.checkpoint_steps(root)}")
     state, loss = train(root, 8)
     kernel = state.params["encoder"]["layers_0"]["attention"]["query"]["kernel"]
     print(f"loss {loss:.3f}; query kernels are {kernel.sharding.spec}")

@@ -38,7 +38,7 @@ def swapped_norms(state_dict, target_state_dict, *, is_resuming=False):  # a fun
 @jax.jit
 def train_step(state, batch):
     def loss(params):
-        logits = model.apply({"params": params}, batch, batch)
+        logits = jnp.asarray(model.apply({"params": params}, batch, batch))
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch).mean()
 
     value, grads = jax.value_and_grad(loss)(state.params)

@@ -8,7 +8,6 @@ an error.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from orbax_t5x import on_demand
@@ -19,7 +18,7 @@ from orbax_t5x.files.places import opening
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.owner import hinted_owner, owner_of_directory, owner_of_file
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
-from orbax_t5x.readers.detect.user_path import check_item, path_text
+from orbax_t5x.readers.detect.user_path import UserPath, check_item, path_text
 from orbax_t5x.readers.format import Format
 from orbax_t5x.readers.format_table import FORMATS, all_formats, format_named
 
@@ -30,7 +29,7 @@ _unrecognised_error = on_demand.function("orbax_t5x.readers.unrecognised", "unre
 
 @guarded
 def open_checkpoint(
-    path: str | os.PathLike[str], *, format: str | None = None, item: str | None = None, limits: Limits | None = None
+    path: UserPath, *, format: str | None = None, item: str | None = None, limits: Limits | None = None
 ) -> Checkpoint:
     """Opens a checkpoint: names, shapes and dtypes of its leaves.
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, Unpack, overload
 
 import jax
 
@@ -18,7 +18,7 @@ from orbax_t5x.provenance.records import Records
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory
-from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, RestoreOptions
+from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, PlanKeywords, RestoreKeywords, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, open_sources
@@ -32,6 +32,22 @@ _openings_of = on_demand.function("orbax_t5x.multihost.openings", "openings_of")
 _announce_exit = on_demand.function("orbax_t5x.multihost.heartbeat", "announce_exit")
 
 
+_Target = TypeVar("_Target")
+
+
+# A dict of abstract arrays comes back as one of arrays, so its type is not the target's.
+@overload
+def plan_restore(
+    source: AnySource, target: dict[Any, Any], transforms: Transforms = (), **options: Unpack[PlanKeywords]
+) -> RestorePlan[Any]: ...
+@overload
+def plan_restore(
+    source: AnySource, target: None, transforms: Transforms = (), **options: Unpack[PlanKeywords]
+) -> RestorePlan[dict[str, Any]]: ...
+@overload
+def plan_restore(
+    source: AnySource, target: _Target, transforms: Transforms = (), **options: Unpack[PlanKeywords]
+) -> RestorePlan[_Target]: ...
 @guarded
 def plan_restore(
     source: AnySource,
@@ -47,7 +63,7 @@ def plan_restore(
     limits: Limits | None = RestoreOptions.limits,
     fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
     multiprocessing_options: AnyProcesses | None = RestoreOptions.multiprocessing_options,
-) -> RestorePlan:
+) -> RestorePlan[Any]:
     """Plans a restore, and finds all problems beforehand.
 
     It reads metadata only: no array byte is read before.
@@ -76,6 +92,18 @@ def plan_restore(
     return plan
 
 
+@overload
+def restore(
+    source: AnySource, target: dict[Any, Any], transforms: Transforms = (), **options: Unpack[RestoreKeywords]
+) -> Any: ...
+@overload
+def restore(
+    source: AnySource, target: None, transforms: Transforms = (), **options: Unpack[RestoreKeywords]
+) -> dict[str, Any]: ...
+@overload
+def restore(
+    source: AnySource, target: _Target, transforms: Transforms = (), **options: Unpack[RestoreKeywords]
+) -> _Target: ...
 @guarded
 def restore(
     source: AnySource,

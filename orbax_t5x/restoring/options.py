@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 
@@ -36,6 +36,38 @@ class AnyProcesses(Protocol):
     primary_host: int | None
     active_processes: set[int] | None
     barrier_sync_key_prefix: str | None
+
+
+class ExecuteKeywords(TypedDict, total=False):
+    """Keywords of `RestorePlan.execute` for type checkers."""
+
+    verify: Verify
+    memory_limit_bytes: int | None
+    progress: Progress | None
+    broadcast: BroadcastMode
+
+
+class SourceKeywords(TypedDict, total=False):
+    """Keywords of every restore for type checkers."""
+
+    item: str | None
+    is_resuming: bool | None
+    strict: bool
+    dtype: Any
+    allow_lossy_cast: bool
+    limits: Limits | None
+    fallback_for: Sequence[Pattern] | None
+
+
+class PlanKeywords(SourceKeywords, total=False):
+    """Keywords of `orbax_t5x.plan_restore` for type checkers."""
+
+    fallback: Any
+    multiprocessing_options: AnyProcesses | None
+
+
+class RestoreKeywords(PlanKeywords, ExecuteKeywords, total=False):
+    """Keywords of `orbax_t5x.restore` for type checkers."""
 
 
 def memory_limit(memory_limit_bytes: int | None) -> int:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import jax
 
@@ -228,7 +228,16 @@ Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
 """Computes leaves of the target with a fallback function, by name."""
 
 
-class RestorePlan:
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    # Python 3.13 has defaults of type variables: a plan of unknown type is one of Any.
+    _Restored = TypeVarWithDefault("_Restored", default=Any)
+else:
+    _Restored = TypeVar("_Restored")
+
+
+class RestorePlan(Generic[_Restored]):
     """Plan of a restore; made by `orbax_t5x.plan_restore`, run by `execute`.
 
     Attributes:
@@ -286,7 +295,8 @@ class RestorePlan:
         self.is_fill_expected = is_fill_expected
         self.found_rules: tuple[AnyTransform, ...] = tuple(found_rules)
         self.bytes_read_at_planning = bytes_read_at_planning
-        self.report: RestoreReport | None = None
+        # None before `execute`, after which no caller should have to test it.
+        self.report: RestoreReport | Any = None
         self.decisions: Mapping[str, Any] | None = None
         self.is_resuming = False
         self.rest: tuple[Any, ...] | None = None
@@ -334,7 +344,7 @@ class RestorePlan:
         memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes,
         progress: Progress | None = RestoreOptions.progress,
         broadcast: BroadcastMode = RestoreOptions.broadcast,
-    ) -> Any:
+    ) -> _Restored:
         """Executes the plan and returns the filled target.
 
         Arguments as for `orbax_t5x.restore`.
@@ -351,7 +361,7 @@ class RestorePlan:
         return self.path, None
 
     @guarded
-    def run(self, options: RestoreOptions) -> Any:
+    def run(self, options: RestoreOptions) -> _Restored:
         """Runs `execute` with its keywords as an object."""
         if self.filled and (warning := _warning_of_filled(self)):
             _logger.warning("%s", warning)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix
 from orbax_t5x.readers import Checkpoint
+from orbax_t5x.readers.detect.user_path import UserPath
 from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.restoring.chains import FoundRules, OneSource, Transforms, chain_of
 from orbax_t5x.restoring.options import RestoreOptions
@@ -21,7 +21,6 @@ from orbax_t5x.trees.flat import prefixed
 
 _open_together = on_demand.function("orbax_t5x.readers.together", "open_together")  # several processes only
 
-Path = str | os.PathLike[str]
 
 _SAVED_WHOLE = "_optimizer/"
 _AXES = ("params_axes/", "flax_mutables_axes/")
@@ -50,7 +49,7 @@ class Source:
       ['base', 'tuned']
     """
 
-    path: Path | Checkpoint
+    path: UserPath | Checkpoint
     transforms: Transforms = ()
     item: str | None = None
     format: str | None = None
@@ -59,7 +58,7 @@ class Source:
         chain_of(self.transforms)
 
 
-OneOrPath = Path | Checkpoint | Source
+OneOrPath = UserPath | Checkpoint | Source
 AnySource = OneOrPath | Mapping[str, OneOrPath]
 
 

@@ -1,11 +1,15 @@
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 """Transforms as users write them: `make lint` checks the types of this file, and the test what is held."""
 
+import dataclasses
 import re
-from typing import assert_type
+from typing import Any, assert_type
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.transforms.patterns.table import Pattern, Rule
@@ -41,3 +45,25 @@ def test_other_arguments_are_errors_of_types():
         T.Drop(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError):
         T.Overlay(3)  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass
+class State:
+    params: dict[str, np.ndarray]
+
+
+def test_restores_return_the_type_of_their_target(tmp_path):
+    """A dict comes back with other leaves than abstract ones, so its type is open."""
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"params/w": np.ones(2, np.float32)}, path)
+    state = jax.tree_util.register_dataclass(State, ["params"], [])({"w": np.zeros(2, np.float32)})
+    assert assert_type(ot.restore(path, state), State).params["w"].sum() == 2
+    plan = assert_type(ot.plan_restore(path, state), "ot.RestorePlan[State]")
+    assert assert_type(plan.execute(), State).params["w"].sum() == 2 and plan.report.bytes_read == 8
+    assert assert_type(ot.restore(path, None), dict[str, Any])["params"]["w"].sum() == 2
+    assert assert_type(ot.restore(path, {"params": {"w": np.zeros(2, np.float32)}}), Any)["params"]["w"].sum() == 2
+    assert assert_type(ot.v1.load_and_transform(path, state), State).params["w"].sum() == 2
+    with ocp.CheckpointManager(tmp_path / "run", item_handlers=ot.TrainStateHandler()) as manager:
+        assert assert_type(ot.restore_or_initialize(manager, state, init_from=path).state, State).params["w"].sum() == 2
+    with pytest.raises(TypeError):
+        ot.restore(path, state, stirct=False)  # pyright: ignore[reportCallIssue]

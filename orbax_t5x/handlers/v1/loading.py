@@ -7,7 +7,7 @@ import enum
 import inspect
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, Unpack, overload
 
 import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
@@ -23,7 +23,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.lineage import Caller
-from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
+from orbax_t5x.restoring.options import BroadcastMode, ExecuteKeywords, RestoreOptions, SourceKeywords
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms import Transform
@@ -66,6 +66,29 @@ class _NotGiven(enum.Enum):
 _NOT_GIVEN = _NotGiven.TOKEN
 
 
+_Target = TypeVar("_Target")
+
+
+class _LoadKeywords(SourceKeywords, ExecuteKeywords, total=False):
+    """Keywords of `load_and_transform` for type checkers."""
+
+    abstract_tree: Any
+    transform_fn: Transforms
+    fallback: Any
+
+
+@overload
+def load_and_transform(
+    path: AnySource, target: dict[Any, Any] = ..., transforms: Transforms = ..., **options: Unpack[_LoadKeywords]
+) -> Any: ...
+@overload
+def load_and_transform(
+    path: AnySource, target: None, transforms: Transforms = ..., **options: Unpack[_LoadKeywords]
+) -> dict[str, Any]: ...
+@overload
+def load_and_transform(
+    path: AnySource, target: _Target, transforms: Transforms = ..., **options: Unpack[_LoadKeywords]
+) -> _Target: ...
 @guarded
 def load_and_transform(
     path: AnySource,

@@ -15,7 +15,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as v1
@@ -49,7 +49,7 @@ from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.fallback import abstract_tree
 from orbax_t5x.restoring.lineage import Caller, Records
-from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
+from orbax_t5x.restoring.options import BroadcastMode, ExecuteKeywords, RestoreOptions, SourceKeywords
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, unopened_chain
@@ -68,7 +68,10 @@ _ANY_NAME = ("(?s:.*)",)
 _DAMAGE = (CorruptCheckpointError, CheckpointGoneError, CheckpointIOError, CheckpointNotFoundError, LeafMismatchError)
 
 
-class TrainingStart(NamedTuple):
+_State = TypeVar("_State")
+
+
+class TrainingStart(NamedTuple, Generic[_State]):
     """Start of a training job: state, step, and their origin.
 
     Attributes:
@@ -77,11 +80,27 @@ class TrainingStart(NamedTuple):
       how: "resumed" (from a step of the manager's root), "initialized" (from `init_from`) or "scratch" (by `init_fn`).
     """
 
-    state: Any
+    state: _State
     step: int
     how: Literal["resumed", "initialized", "scratch"]
 
 
+class _StartKeywords(SourceKeywords, ExecuteKeywords, total=False):
+    """Keywords of `restore_or_initialize` for type checkers."""
+
+    init_from: AnySource | None
+    transforms: Transforms
+    init_fn: Callable[[], Any] | None
+
+
+@overload
+def restore_or_initialize(
+    manager: ocp.CheckpointManager | v1.training.Checkpointer, target: dict[Any, Any], **options: Unpack[_StartKeywords]
+) -> TrainingStart[Any]: ...
+@overload
+def restore_or_initialize(
+    manager: ocp.CheckpointManager | v1.training.Checkpointer, target: _State, **options: Unpack[_StartKeywords]
+) -> TrainingStart[_State]: ...
 @guarded
 def restore_or_initialize(
     manager: ocp.CheckpointManager | v1.training.Checkpointer,
@@ -101,7 +120,7 @@ def restore_or_initialize(
     limits: Limits | None = RestoreOptions.limits,
     broadcast: BroadcastMode = RestoreOptions.broadcast,
     fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
-) -> TrainingStart:
+) -> TrainingStart[Any]:
     """Starts a training job.
 
     From its own newest step, else from a checkpoint to begin with, else from scratch.

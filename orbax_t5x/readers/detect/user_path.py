@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from importlib.resources.abc import Traversable
 
 from orbax_t5x.errors import CheckpointNotFoundError, for_caller
 from orbax_t5x.files.schemes import scheme_of
 from orbax_t5x.text.masked import masked
 
+UserPath = str | os.PathLike[str] | Traversable
+"""Path or URL as users give it; files of a package are paths, too."""
 
-def path_text(path: str | os.PathLike[str]) -> str:
+
+def path_text(path: UserPath) -> str:
     """Returns the path as text; finds paths on the hub."""
     if isinstance(path, (list, tuple)):
         message = (
