@@ -38,13 +38,7 @@ class Registry(Generic[Entry]):
     """Entries by name: the package's, entry points', and registered entries."""
 
     def __init__(self, kind: str, own: Mapping[str, str], *, group: str | None = None):
-        """Makes a table.
-
-        Args:
-          kind: of the entries, for messages: "format".
-          own: the package's entries, each as `module:attribute`.
-          group: of the entry points that other packages declare; None if the table is closed to them.
-        """
+        """Makes a table."""
         self._kind = kind
         self._own = dict(own)
         self._group = group
@@ -64,12 +58,7 @@ class Registry(Generic[Entry]):
         return tuple(dict.fromkeys((*self._own, *self._installed, *self._added)))
 
     def get(self, name: str) -> Entry:
-        """Loads the entry of a name.
-
-        Raises:
-          KeyError: no entry has the name.
-          ImportError: the module of the entry cannot be imported.
-        """
+        """Loads the entry of a name."""
         if name in self._added:
             return self._added[name]
         if name in self._own:
@@ -77,11 +66,7 @@ class Registry(Generic[Entry]):
         return _installed(self._installed[name])
 
     def register(self, name: str, entry: Entry) -> RegistryEntry:
-        """Adds an entry until it is unregistered.
-
-        Raises:
-          ValueError: the name is taken.
-        """
+        """Adds an entry until it is unregistered."""
         with self._lock:
             if name in self.names():
                 raise ValueError(f"a {self._kind} named {name!r} is registered already: {', '.join(self.names())}")

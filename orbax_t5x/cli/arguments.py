@@ -22,10 +22,7 @@ _SHOWN_PATTERN = 200
 
 
 def size_argument(text: str) -> int:
-    """Parses a size, such as `268435456`, `256M` or `1.5G`.
-
-    All units are powers of 1024.
-    """
+    """Parses a size, such as `268435456`, `256M` or `1.5G`."""
     match = _SIZE.fullmatch(text)
     count = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
     if count < 1:
@@ -57,10 +54,7 @@ def resuming_argument(text: str | None) -> bool | None:
 
 
 def read_rules(path: str) -> list[tuple[str, str | None]]:
-    """Reads assignment rules from a JSON file.
-
-    They are a list of [pattern, replacement]; null leaves a leaf out.
-    """
+    """Reads assignment rules from a JSON file."""
     _, rules = _read_json(path, "--map")
     if not isinstance(rules, list):
         raise UsageError(f"--map {path}: must be a JSON list of [pattern, replacement], not {_json_kind(rules)}")
@@ -70,11 +64,7 @@ def read_rules(path: str) -> list[tuple[str, str | None]]:
 
 
 def read_json_object(path: str, option: str) -> bytes:
-    """Reads the bytes of a file with a JSON object.
-
-    Raises:
-      UsageError: the file holds something else.
-    """
+    """Reads the bytes of a file with a JSON object."""
     data, value = _read_json(path, option)
     if not isinstance(value, dict):
         raise UsageError(f"{option} {path}: must be a JSON object, not {_json_kind(value)}")

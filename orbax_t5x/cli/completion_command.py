@@ -68,10 +68,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterable[str]:
 
 
 def _values(action: argparse.Action) -> list[str]:
-    """Lists the words that an argument takes.
-
-    Empty for an argument that takes any word, such as a file's name.
-    """
+    """Lists the words that an argument takes."""
     if "--rules" in action.option_strings:
         return [AUTO, *pack_names()]
     return [str(choice) for choice in action.choices or ()]

@@ -64,10 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _about_names(report: ConvertReport, writing: WriteOptions) -> list[str]:
-    """Describes the result's names.
-
-    For Hugging Face's names it adds the files that are needed beside the result.
-    """
+    """Describes the result's names."""
     lines = [f"mapped by {', '.join(report.rules)}" if report.rules else "names, shapes and dtypes are the source's"]
     with open_checkpoint(report.destination) as written:
         layout = find_layout(written.leaves).kind

@@ -29,19 +29,13 @@ _OPTIONS: Mapping[str, Callable[[Any], str | None]] = {
 
 
 def fix_text(fix: Fix) -> str:
-    """Returns the text of a fix.
-
-    A fix without an option is given as code for a program in Python.
-    """
+    """Returns the text of a fix."""
     texts = [text for way in fix.ways if (text := _way_text(way)) is not None]
     return ", or ".join(dict.fromkeys(texts)) if texts else f"in Python, {fix.text}"
 
 
 def _way_text(way: Fix) -> str | None:
-    """Returns the text of a fix without alternatives, or None.
-
-    None: there is no option for it.
-    """
+    """Returns the text of a fix without alternatives, or None."""
     given = way.arguments.get("transforms")
     transforms = given if isinstance(given, tuple) else way.transforms
     if transforms:
@@ -58,10 +52,7 @@ def _way_text(way: Fix) -> str | None:
 
 
 def _transforms_text(transforms: tuple[Any, ...]) -> str | None:
-    """Returns the options for transforms, or None.
-
-    None: a transform has no option.
-    """
+    """Returns the options for transforms, or None."""
     texts = [_transform_text(transform) for transform in transforms]
     return None if None in texts else " and ".join(filter(None, texts))
 
@@ -79,10 +70,7 @@ def _transform_text(transform: Any) -> str | None:
 
 
 def _pack_text(call: PackCall) -> str:
-    """Writes a rule pack as `--rules` takes it.
-
-    That is its name, its arguments and its direction.
-    """
+    """Writes a rule pack as `--rules` takes it."""
     given = ",".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in call.arguments
     )

@@ -29,10 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns a checkpoint's description without reading arrays.
-
-    Strings have null bytes.
-    """
+    """Returns a checkpoint's description without reading arrays."""
     leaves = [
         {
             "name": name,

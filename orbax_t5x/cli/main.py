@@ -44,10 +44,7 @@ _OK, _PROBLEM, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code.
-
-    The arguments are by default those of the process.
-    """
+    """Runs a command and returns the exit code."""
     try:
         options = make_parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has printed its message
@@ -73,18 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fix_text(fix: Fix) -> str:
-    """Returns a fix with this program's options.
-
-    Only here is the module needed, and it imports JAX.
-    """
+    """Returns a fix with this program's options."""
     return importlib.import_module("orbax_t5x.cli.fixes").fix_text(fix)
 
 
 def _fail_unforeseen(error: Exception) -> int:
-    """Reports an error that is not the library's.
-
-    It is a defect, or a fault of the machine such as a full disk.
-    """
+    """Reports an error that is not the library's."""
     if os.environ.get(_TRACEBACK):
         traceback.print_exception(error)
         hint = ""
@@ -169,10 +160,7 @@ def _add_inspect(commands) -> None:
 
 
 def _add_rules(parser: argparse.ArgumentParser, source: str) -> None:
-    """Adds the options for names of leaves.
-
-    They are the same for `plan`, `convert` and `diff`.
-    """
+    """Adds the options for names of leaves."""
     parser.add_argument(
         "--translate",
         action=argparse.BooleanOptionalAction,
@@ -209,10 +197,7 @@ def _add_memory_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_mapping(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for the use of leaves.
-
-    They are the same for `plan` and `convert`.
-    """
+    """Adds the options for the use of leaves."""
     parser.add_argument(
         "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
     )

@@ -51,10 +51,7 @@ class RuleOptions:
     def transforms(
         self, source: Checkpoint, target: Mapping[str, Any] | None, *, is_bundle: bool = False
     ) -> list[Transform]:
-        """Returns the transforms in order: the translation, rule packs, the file's rules.
-
-        `is_bundle` is for a target that is a TensorFlow bundle, whose names are Mesh TensorFlow's, too.
-        """
+        """Returns the transforms in order: the translation, rule packs, the file's rules."""
         chain: list[Transform] = [Translate()] if self._is_translated(source, is_bundle) else []
         chain += self._found(source.leaves, target) if self.is_auto else self._packs
         return chain if self._rules is None else [*chain, self._rules]

@@ -27,10 +27,7 @@ def pack_names() -> list[str]:
 
 
 def pack_argument(text: str) -> RulePack:
-    """Makes the pack that an argument of `--rules` names.
-
-    The forms are `NAME`, `NAME:12,64` and `NAME:num_heads=12,head_dim=64`, each also with `:inverse`.
-    """
+    """Makes the pack that an argument of `--rules` names."""
     name, *parts = text.split(":")
     if name not in pack_names():
         packs = [AUTO, *pack_names()]
@@ -66,11 +63,7 @@ def _called(text: str, function: Callable[..., RulePack], given: list[str]) -> R
 
 
 def _parse_annotated(text: str, annotation: str) -> Any:
-    """Parses a value of the annotated type.
-
-    Raises:
-      ValueError: the text is no such value.
-    """
+    """Parses a value of the annotated type."""
     if "str" in annotation:
         return text
     if "bool" in annotation:

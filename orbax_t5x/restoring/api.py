@@ -199,10 +199,7 @@ def open_plan(
     stack: contextlib.ExitStack,
     caller: Caller = ANY_RESTORE,
 ) -> RestorePlan:
-    """Makes the plan of a restore.
-
-    The stack closes the checkpoints that are opened for it.
-    """
+    """Makes the plan of a restore."""
     if jax.distributed.is_initialized():
         _announce_exit()
     if isinstance(target, str | os.PathLike):

@@ -15,10 +15,7 @@ def _is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
 
 
 def code_of(value: Any) -> str:
-    """Returns the code that makes a value.
-
-    It is the result of its own `as_code()`, else its `repr`; tuples are written as lists.
-    """
+    """Returns the code that makes a value."""
     if not isinstance(value, type) and hasattr(value, "as_code"):
         return value.as_code()
     if _is_tuple(value) and not hasattr(value, "_fields"):  # tuples inside, such as rules, stay tuples
@@ -27,10 +24,7 @@ def code_of(value: Any) -> str:
 
 
 def dataclass_call(value: Any, name: str) -> str:
-    """Returns the call `name(…)` that makes a dataclass.
-
-    Fields with their default values are left out.
-    """
+    """Returns the call `name(…)` that makes a dataclass."""
     fields = [field for field in dataclasses.fields(value) if field.init and not field.name.startswith("_")]
     arguments: list[str] = []
     for field in fields:
@@ -48,8 +42,5 @@ def calls_code(values: Iterable[Any]) -> str:
 
 
 def arguments_code(arguments: Mapping[str, Any]) -> str:
-    """Returns keyword arguments as `a=1, b=True`.
-
-    A value that the caller has to choose (`...`) is left empty: `name=`.
-    """
+    """Returns keyword arguments as `a=1, b=True`."""
     return ", ".join(f"{name}={'' if value is ... else code_of(value)}" for name, value in arguments.items())

@@ -61,10 +61,7 @@ class _Item:
 
 
 def fold(rows: Sequence[tuple[str, ...]], alike: Sequence[Hashable] | None = None) -> list[Folded]:
-    """Folds parallel rows, each in the place of its first member.
-
-    Only rows with equal values of `alike` fold.
-    """
+    """Folds parallel rows, each in the place of its first member."""
     items = [
         _Item([_NUMBER.split(text) for text in row], [index], None if alike is None else alike[index])
         for index, row in enumerate(rows)
@@ -85,10 +82,7 @@ def fold_names(names: Iterable[str]) -> list[Folded]:
 
 
 def runs(numbers: Sequence[str]) -> str | None:
-    """Writes numbers as runs of equal steps, in braces.
-
-    None: that takes too many runs.
-    """
+    """Writes numbers as runs of equal steps, in braces."""
     if len(set(numbers)) == 1:
         return numbers[0]
     values = [int(number) for number in numbers]
@@ -133,10 +127,7 @@ def _fold_once(items: list[_Item], least: int) -> list[_Item]:
 
 
 def _fold_group(group: list[_Item], least: int) -> list[_Item]:
-    """Folds rows of a template along the number of the layer.
-
-    It is the first number of the leading text that takes enough values.
-    """
+    """Folds rows of a template along the number of the layer."""
     places = range(1, len(group[0].tokens[0]), 2)
     place = next((one for one in places if len({item.tokens[0][one] for item in group}) >= least), None)
     if place is None:
@@ -153,10 +144,7 @@ def _fold_group(group: list[_Item], least: int) -> list[_Item]:
 
 
 def _merge(bucket: list[_Item], place: int) -> _Item | None:
-    """Merges a bucket into a row, or returns None.
-
-    None: a number in it follows no order that can be written shortly.
-    """
+    """Merges a bucket into a row, or returns None."""
     first = bucket[0]
     merged: list[list[str]] = []
     for text, tokens in enumerate(first.tokens):
@@ -236,10 +224,7 @@ class _Branch:
 
 
 def tree_rows(leaves: Mapping[str, TreeLeaf], *, folded: bool = True) -> list[TableRow]:
-    """Returns the rows of a tree of leaves.
-
-    Leaves are by '/'-joined name; if not `folded`, each has a row.
-    """
+    """Returns the rows of a tree of leaves."""
     root = _Branch()
     if not folded:
         for name, leaf in leaves.items():

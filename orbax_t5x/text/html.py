@@ -48,18 +48,12 @@ _INDENT_EMS = 1.2
 
 
 def _escaped(text: str) -> str:
-    """Escapes text, without control characters and marks of direction.
-
-    Lines stay apart.
-    """
+    """Escapes text, without control characters and marks of direction."""
     return escape("\n".join(map(plain, text.split("\n"))))
 
 
 def html_fragment(parts: Iterable[str], label: str) -> str:
-    """Joins HTML parts and their style to a labelled region.
-
-    Readers of screens know it as `label`.
-    """
+    """Joins HTML parts and their style to a labelled region."""
     head = f'<div class="orbax-t5x" role="region" aria-label="{_escaped(label)}"><style>{_STYLE}</style>'
     return f"{head}{''.join(parts)}</div>"
 

@@ -56,10 +56,7 @@ class ProblemGroup:
         return with_full_stop(where + _cut_text(self.message, most_characters))
 
     def lines(self, width: int | None, most_leaves: int, most_characters: int | None) -> list[str]:
-        """Returns the message and the fix.
-
-        Leaves in several rows are below.
-        """
+        """Returns the message and the fix."""
         labels = [plain(row.label) for row in self.leaves]
         text = f"[{self.kind}] {self.sentence(most_characters)}"
         if self.fix:
@@ -81,10 +78,7 @@ def problem_lines(
     all_in: str = "`.problems`",
     fix_text: Callable[[Fix], str] = str,
 ) -> list[str]:
-    """Returns fewer than `MOST_LINES` lines for people.
-
-    `all_in` names the place of all problems.
-    """
+    """Returns fewer than `MOST_LINES` lines for people."""
     entries_of: dict[str, list[ProblemGroup]] = {}
     for entry in problem_groups(problems, fix_text):
         entries_of.setdefault(entry.kind, []).append(entry)
@@ -104,10 +98,7 @@ def problem_lines(
 
 
 def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] = str) -> Collection[ProblemGroup]:
-    """Groups problems that differ in a leaf's origin or name.
-
-    Messages may differ in the origin, fixes in the name.
-    """
+    """Groups problems that differ in a leaf's origin or name."""
     texts = [(one.leaf or "", one.message.removesuffix(one.source), one.source) for one in problems]
     folded = fold(texts, [one.kind for one in problems])
     entries: dict[Hashable, ProblemGroup] = {}

@@ -82,10 +82,7 @@ class ProgressBar:
 
 
 def bar_line(verb: str, done: int, total: int, rate: str, columns: int) -> str:
-    """Returns `verb ###... 50%  1 GiB of 2 GiB  1 GiB/s`.
-
-    Parts that do not fit are left out: a full line would wrap.
-    """
+    """Returns `verb ###... 50%  1 GiB of 2 GiB  1 GiB/s`."""
     fraction = done / total if total else 1.0
     percent = f" {fraction:4.0%}"
     free = columns - 1 - len(verb + percent)
@@ -101,10 +98,7 @@ def bar_line(verb: str, done: int, total: int, rate: str, columns: int) -> str:
 
 
 def _columns(stream: TextIO) -> int:
-    """Returns the width of a stream's terminal.
-
-    It need not be that of standard output.
-    """
+    """Returns the width of a stream's terminal."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         if columns := os.get_terminal_size(stream.fileno()).columns:
             return columns
@@ -112,21 +106,14 @@ def _columns(stream: TextIO) -> int:
 
 
 def check_progress(progress: Progress | None) -> None:
-    """Checks a caller's `progress`.
-
-    Raises:
-      ValueError: it is neither a function nor "bar".
-    """
+    """Checks a caller's `progress`."""
     if progress is not None and not callable(progress) and progress != "bar":
         raise ValueError(f"progress must be a function, 'bar' or None, not {progress!r}")
 
 
 @contextlib.contextmanager
 def shown_progress(progress: Progress | None, verb: str) -> Generator[OnProgress | None, None, None]:
-    """Yields the function to call as bytes arrive.
-
-    For "bar", a bar is shown until the end of the context.
-    """
+    """Yields the function to call as bytes arrive."""
     check_progress(progress)
     if progress != "bar":
         yield progress

@@ -29,12 +29,7 @@ def terminal_width() -> int:
 
 
 def wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:
-    """Breaks text at spaces into lines of `width`.
-
-    Readers copy paths and names.
-
-    `first` and `rest` are what the first line and the others begin with.
-    """
+    """Breaks text at spaces into lines of `width`."""
     if width is None:
         return [first + text]
     return textwrap.wrap(
@@ -85,20 +80,14 @@ class _Columns:
 
 
 def table_lines(rows: Sequence[TableRow], width: int, heads: TableRow | None = None) -> list[str]:
-    """Returns the lines of a table.
-
-    `heads` are headings of the columns, shown if each row is a line.
-    """
+    """Returns the lines of a table."""
     if not rows:
         return []
     return _one_line_each(rows, width, heads) or _stacked_lines(rows, width)
 
 
 def _one_line_each(rows: Sequence[TableRow], width: int, heads: TableRow | None) -> list[str]:
-    """Formats each row as a line, its long origin below.
-
-    Empty if too many rows are too long.
-    """
+    """Formats each row as a line, its long origin below."""
     columns = _Columns(rows, ("array", "placing", "size"), heads)
     left = max(len(row.label) for row in rows)
     room = width - left - columns.width - len(_GAP)
@@ -114,10 +103,7 @@ def _one_line_each(rows: Sequence[TableRow], width: int, heads: TableRow | None)
 
 
 def _stacked_lines(rows: Sequence[TableRow], width: int) -> list[str]:
-    """Formats a name with its cells, and its origin below.
-
-    Cells are to the right, or below if they do not fit.
-    """
+    """Formats a name with its cells, and its origin below."""
     columns = _Columns(rows, ("array", "size"))
     blocks: list[list[str]] = []
     most = width - columns.width
@@ -141,10 +127,7 @@ def _stacked_lines(rows: Sequence[TableRow], width: int) -> list[str]:
 
 
 def name_lines(name: str, width: int, rest: str = INDENT) -> list[str]:
-    """Breaks a long name after a '/'.
-
-    A copy of the lines has its parts in order.
-    """
+    """Breaks a long name after a '/'."""
     lines: list[str] = []
     while len(name) > width and (end := name.rfind("/", len(rest), width) + 1) > len(rest) + 1:
         lines.append(name[:end])

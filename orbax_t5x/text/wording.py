@@ -36,10 +36,7 @@ def with_full_stop(text: str) -> str:
 
 
 def listed(names: Iterable[str], shown: int, *, noun: str = "", separator: str = ", ") -> str:
-    """Lists the first of several names: `a, b and 3 more`.
-
-    With a noun it is `a, b and 3 more leaves`.
-    """
+    """Lists the first of several names: `a, b and 3 more`."""
     names = list(names)
     left = len(names) - shown
     text = separator.join(names[:shown])
@@ -69,19 +66,13 @@ def array_text(dtype: Any, shape: tuple[int, ...]) -> str:
 
 
 def array_bytes(dtype: Any, shape: Sequence[int]) -> int:
-    """Returns the bytes of an array in memory.
-
-    Strings count nothing, because a shape has no lengths of strings.
-    """
+    """Returns the bytes of an array in memory."""
     dtype = np.dtype(dtype)
     return 0 if dtype.hasobject else math.prod(shape) * dtype.itemsize
 
 
 def sharding_text(sharding: Any) -> str:
-    """Returns `P('data', None)` for a NamedSharding, else `1 device` or the class's name.
-
-    Empty for None.
-    """
+    """Returns `P('data', None)` for a NamedSharding, else `1 device` or the class's name."""
     if sharding is None:
         return ""
     memory = getattr(sharding, "memory_kind", None)
@@ -109,10 +100,7 @@ def mesh_text(sharding: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns text from a file without control characters.
-
-    They would move a terminal's cursor.
-    """
+    """Returns text from a file without control characters."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

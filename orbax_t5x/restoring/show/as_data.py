@@ -16,10 +16,7 @@ from orbax_t5x.trees.narrow import is_tuple
 
 
 def to_json(plan: RestorePlan) -> dict[str, Any]:
-    """Returns the plan as data that `json.dumps` takes.
-
-    Bytes are those of this process.
-    """
+    """Returns the plan as data that `json.dumps` takes."""
     decisions = decisions_of(plan)
     return {
         "sources": {

@@ -13,10 +13,7 @@ from orbax_t5x.text.wording import counted, leaves_text, size_text
 
 
 def decision_data(decision: ReadDecision | None) -> dict[str, Any] | None:
-    """Returns a decision as data.
-
-    Leaves that share stored bytes have a decision together.
-    """
+    """Returns a decision as data."""
     if decision is None:
         return None
     return {
@@ -28,10 +25,7 @@ def decision_data(decision: ReadDecision | None) -> dict[str, Any] | None:
 
 
 def broadcast_totals(decisions: Mapping[str, ReadDecision]) -> dict[str, Any] | None:
-    """Returns the counts of all processes together as data.
-
-    By the way that is taken; None with a single process.
-    """
+    """Returns the counts of all processes together as data."""
     if not decisions:
         return None
     totals = {"leaves_sent": sum(one.is_broadcast for one in decisions.values())}
@@ -53,10 +47,7 @@ def decision_text(decision: ReadDecision) -> str:
 
 
 def broadcast_text(decisions: Mapping[str, ReadDecision]) -> str:
-    """Describes the decisions in a sentence or two.
-
-    Empty with a single process.
-    """
+    """Describes the decisions in a sentence or two."""
     if not decisions:
         return ""
     sent = {name: one for name, one in decisions.items() if one.is_broadcast}

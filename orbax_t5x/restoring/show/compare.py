@@ -20,10 +20,7 @@ _COMPARED: tuple[tuple[str, Callable[[PlanEntry], str]], ...] = (
 
 
 def plan_diff(plan: RestorePlan, other: RestorePlan) -> str:
-    """Lists the differences between two plans, leaf by leaf.
-
-    From the first to the second; empty when there are no differences.
-    """
+    """Lists the differences between two plans, leaf by leaf."""
     first, second = ({entry.name: entry for entry in one.entries} for one in (plan, other))
     lines = [f"- {name}" for name in _folded(name for name in first if name not in second)]
     lines += [f"+ {name}" for name in _folded(name for name in second if name not in first)]

@@ -13,10 +13,7 @@ ACTION_WORDS = {"read": "read", "value": "constant", "fallback": "fallback", "ke
 
 
 def entry_reads(entry: PlanEntry) -> list[tuple[str, Box, int]]:
-    """Lists the stored leaf, box and bytes of an entry's reads.
-
-    They are this process's, each once.
-    """
+    """Lists the stored leaf, box and bytes of an entry's reads."""
     return [
         (leaf.name, box, leaf.bytes_of((box,))) for leaf, boxes in entry.reads if not leaf.is_value for box in boxes
     ]
@@ -39,10 +36,7 @@ def entry_sharding(entry: PlanEntry) -> str:
 
 
 def entry_source(entry: PlanEntry) -> str:
-    """Returns the stored leaves' names, folded, or the entry's kind.
-
-    The kind is for entries that are not read.
-    """
+    """Returns the stored leaves' names, folded, or the entry's kind."""
     if entry.action != "read":
         return ACTION_WORDS[entry.action]
     if len(entry.sources) == 1:

@@ -35,10 +35,7 @@ _CONVERSIONS = {
 
 
 def explain_leaf(plan: RestorePlan, leaf: str) -> str:
-    """Explains a target leaf, or a checkpoint leaf's use.
-
-    Of a target leaf: the source and the reads of this process.
-    """
+    """Explains a target leaf, or a checkpoint leaf's use."""
     parts = [_explain_entry(entry, plan) for entry in plan.entries if entry.name == leaf]
     parts += _explain_stored(plan, leaf)
     if parts:

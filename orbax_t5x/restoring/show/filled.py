@@ -62,10 +62,7 @@ def parameter_counts(plan: RestorePlan) -> ParameterCounts:
 
 
 def filled_text(plan: RestorePlan) -> str:
-    """Counts the fallback's leaves in a sentence.
-
-    Empty if it fills nothing.
-    """
+    """Counts the fallback's leaves in a sentence."""
     if not plan.filled:
         return ""
     total, read, filled = parameter_counts(plan)
@@ -79,10 +76,7 @@ def filled_patterns(plan: RestorePlan) -> str:
 
 
 def warning_of_filled(plan: RestorePlan) -> str:
-    """Returns the warning about filled parameters.
-
-    Empty if there are no such parameters, or they were named.
-    """
+    """Returns the warning about filled parameters."""
     if plan.is_fill_expected or not (names := filled_parameters(plan)):
         return ""
     count = f"{parameter_counts(plan).from_fallback:,} of {counted(parameter_counts(plan).total, 'model parameter')}"
@@ -94,20 +88,14 @@ def warning_of_filled(plan: RestorePlan) -> str:
 
 
 def filled_parameters(plan: RestorePlan) -> str:
-    """Lists the filled model parameters as patterns of names.
-
-    Empty if there are no such parameters.
-    """
+    """Lists the filled model parameters as patterns of names."""
     parameters = _parameter_entries(plan) if plan.filled else ()
     filled = [entry.name for entry in parameters if entry.action == "fallback"]
     return plain(listed(_subtrees(filled, [entry.name for entry in parameters]), _SHOWN_PATTERNS))
 
 
 def patterns_for_filled(plan: RestorePlan) -> list[str] | None:
-    """Returns all filled names as regexes for `fallback_for`.
-
-    None: that takes too many.
-    """
+    """Returns all filled names as regexes for `fallback_for`."""
     found = _whole_subtrees(plan.filled, [entry.name for entry in plan.entries if entry.action != "keep"])
     patterns = [re.escape(name.removesuffix("**")) + (".*" if name.endswith("/**") else "") for name in found]
     return patterns if len(patterns) <= _SHOWN_PATTERNS else None
@@ -119,10 +107,7 @@ def _parameter_entries(plan: RestorePlan) -> Sequence[PlanEntry]:
 
 
 def _subtrees(names: Sequence[str], every: Iterable[str]) -> list[str]:
-    """Folds names to `dec/** (46)` for subtrees that they fill.
-
-    Each has the number of names that it stands for.
-    """
+    """Folds names to `dec/** (46)` for subtrees that they fill."""
     found = _whole_subtrees(names, every)
     sizes = list(found.values())
     return [f"{row.texts[0]} ({sum(sizes[at] for at in row.members):,})" for row in fold_names(found)]

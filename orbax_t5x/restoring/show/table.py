@@ -32,10 +32,7 @@ _PLACES = {"host": "stay on the host as NumPy", "1 device": "go to one device"}
 
 
 def plan_rows(plan: RestorePlan) -> tuple[list[TableRow], str]:
-    """Returns the rows to show, and a sentence on left-out leaves.
-
-    Constants have their own section.
-    """
+    """Returns the rows to show, and a sentence on left-out leaves."""
     entries = [entry for entry in plan.entries if entry.action != "value"]
     if plan.target.kind == "everything":
         # Without a target leaves come in the checkpoint's order, which scatters what belongs together.
@@ -56,10 +53,7 @@ def plan_rows(plan: RestorePlan) -> tuple[list[TableRow], str]:
 
 
 def without_common_sharding(rows: list[TableRow]) -> tuple[list[TableRow], str]:
-    """Takes a sharding that all arrays have out of the rows.
-
-    A sentence names it; rows with different shardings stay as they are.
-    """
+    """Takes a sharding that all arrays have out of the rows."""
     shardings = {row.placing for row in rows if row.array not in ("None", "...")}
     if len(shardings) != 1 or len(rows) == 1:
         return rows, ""
@@ -107,10 +101,7 @@ def plan_outcome(plan: RestorePlan) -> str:
 
 
 def name_sections(plan: RestorePlan) -> Iterator[Section]:
-    """Makes the sections beside the table.
-
-    They are the code of rules that were found; folded names of constants, unused and dropped leaves.
-    """
+    """Makes the sections beside the table."""
     if plan.found_rules:
         rules = [f"{code_of(one)}," for one in plan.found_rules]
         yield Section('Rules that "auto" found, as transforms to paste', names=rules)
