@@ -30,7 +30,9 @@ from orbax_t5x.trees.flat import FlatState
 
 # The beginning of a group that matches only digits, such as `(\d+)` or `(?P<n>[0-9]{2})`.
 _DIGITS_GROUP = re.compile(r"(?<!\\)\((?:\?P<(?P<name>\w+)>)?(?=(?:\\d|\[0-9\])(?:[+*?]|\{\d+(?:,\d*)?\})?\))")
-_LAYER_NUMBER = re.compile(r"\{i(?::(?P<format>[^{}]*))?\}")
+_LAYER_NUMBER = re.compile(r"\{i(?:\*(?P<step>\d+)\+(?P<first>[^{}:]+))?(?::(?P<format>[^{}]*))?\}")
+# In `into` of a stack: the layer's place in a block of so many, each of which is stacked by itself.
+_IN_BLOCK = re.compile(r"\{i%(\d+)\}")
 # More layers than any model has: a name may hold any number, and a shape without elements may claim any size.
 MOST_LAYERS = 100_000
 # Missing layers named in a problem.
@@ -101,7 +103,8 @@ class StackLayers(ByRules):
     Attributes:
       pattern: a regex that must match a whole name. One group is the layer number: the one named `i`, or else the
         only one that matches only digits.
-      into: the new name; it may use the other groups by their own numbers.
+      into: the new name; it may use the other groups by their own numbers. With `{i%6}`, the layer's place in a block
+        of 6, layer i is the block i // 6 of that stack.
       axis: the position of the new axis in the result.
       require_match: whether it is an error that no name matches.
 
@@ -119,6 +122,8 @@ class StackLayers(ByRules):
 
     def __post_init__(self) -> None:
         regex = compile_pattern(self.pattern, "StackLayers")
+        if (block := _IN_BLOCK.search(self.into)) is not None and int(block[1]) < 1:
+            raise ValueError(f"StackLayers: a block of {block[1]} layers in {self.into!r}")
         if not regex.groups:
             raise ValueError(f"StackLayers: {pattern_text(self.pattern)!r} has no group for the layer number")
         number = written_layer_group(regex, "StackLayers")
@@ -156,11 +161,12 @@ class StackLayers(ByRules):
         stacks: dict[str, dict[int, re.Match[str]]] = {}
         for match in matches:
             name = match.string
-            stacked = new_name(match, self.into, f"StackLayers {pattern_text(self.pattern)!r}", diagnostics)
-            if stacked is None:
-                continue
             number = layer_number(match, group, "StackLayers", diagnostics)
             if number is None:
+                continue
+            into, number = self._in_block(number)
+            stacked = new_name(match, into, f"StackLayers {pattern_text(self.pattern)!r}", diagnostics)
+            if stacked is None:
                 continue
             other = stacks.setdefault(stacked, {}).setdefault(number, match)
             if other is not match:
@@ -168,6 +174,14 @@ class StackLayers(ByRules):
                 fix = "distinguish them by a group of the pattern that `into` uses"
                 diagnostics.problem("duplicate", stacked, message, Fix(fix))
         return stacks
+
+    def _in_block(self, number: int) -> tuple[str, int]:
+        """Returns the new name for a layer's number, and the layer's place in that stack."""
+        block = _IN_BLOCK.search(self.into)
+        if block is None:
+            return self.into, number
+        size = int(block[1])
+        return _IN_BLOCK.sub(str(number % size), self.into), number // size
 
     def _is_complete(
         self, stacked: str, layers: Mapping[int, re.Match[str]], depth: int, diagnostics: Diagnostics
@@ -230,7 +244,7 @@ class UnstackLayers(OnePattern):
     Attributes:
       pattern: a regex that must match a whole name.
       into: the new names, with `{i}` for the layer number (`{i:03d}` for three digits); it may use the pattern's
-        groups.
+        groups. `{i*6+\1}` numbers blocks of 6 layers, with a group for the place in a block.
       axis: the axis of the layers.
       require_match: whether it is an error that no name matches.
 
@@ -271,18 +285,25 @@ def numbered_names(
         return None
     # The number is no part of a group reference: in "\\1{i}" layer 0 is not group 10.
     pieces: list[str] = []
-    formats: list[str] = []
+    formats: list[tuple[int, int, str]] = []
     at = 0
     for field in _LAYER_NUMBER.finditer(into):
+        first = expand(match, field["first"] or "0", rule, diagnostics)
+        if first is None or not first.isdecimal():
+            diagnostics.problem("rule", match.string, f"{rule}: {first!r} is no number", Fix("give a group of digits"))
+            return None
         pieces.append(into[at : field.start()])
-        formats.append(field["format"] or "")
+        formats.append((int(field["step"] or 1), int(first), field["format"] or ""))
         at = field.end()
     texts = [expand(match, piece, rule, diagnostics) for piece in (*pieces, into[at:])]
     if any(text is None for text in texts):
         return None
     *heads, tail = texts
     names = [
-        "".join(f"{head}{number:{form}}" for head, form in zip(heads, formats, strict=True)) + str(tail)
+        "".join(
+            f"{head}{number * step + first:{form}}" for head, (step, first, form) in zip(heads, formats, strict=True)
+        )
+        + str(tail)
         for number in range(count)
     ]
     return names if all(has_no_empty_part(name, match.string, rule, diagnostics) for name in names[:1]) else None

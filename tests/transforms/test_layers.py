@@ -1,6 +1,7 @@
 """`StackLayers` and `UnstackLayers`: depths of towers, layer numbers, missing layers."""
 
 import numpy as np
+import pytest
 
 from orbax_t5x import transforms as tr
 from orbax_t5x.testing.transform_suite import assert_same, run
@@ -54,3 +55,22 @@ def test_unstacked_numbers_may_be_padded_and_are_no_group_references():
     source = {"a1": np.arange(12.0).reshape(12)}
     result, _ = run(tr.UnstackLayers(r"(a)1", r"\1{i}/{i:03d}", 0), source)
     assert list(result)[:2] == ["a0/000", "a1/001"] and len(result) == 12
+
+
+def test_blocks_of_layers_have_index_arithmetic():
+    """Layer i is place i % 3 in block i // 3."""
+    layers = {f"h.{i}.w": np.full((2, 4), i) for i in range(6)}
+    blocks = {f"b/l_{place}/w": np.stack([layers[f"h.{i}.w"] for i in (place, place + 3)], 1) for place in range(3)}
+    result, diagnostics = run(tr.StackLayers(r"h\.(?P<i>\d+)\.(.*)", r"b/l_{i%3}/\2", 1), layers)
+    assert diagnostics.problems == []
+    assert_same(result, blocks)
+    for into in (r"h.{i*3+\1}.\2", r"h.{i*3+\g<1>}.\2"):
+        result, diagnostics = run(tr.UnstackLayers(r"b/l_(\d+)/(.*)", into, 1), blocks)
+        assert diagnostics.problems == []
+        assert_same(result, layers)
+    assert "is no number" in only_problem(tr.UnstackLayers(r"b/(.*)/w", r"h.{i*3+\1}", 0), {"b/x/w": AB["a"]}).message
+
+
+def test_a_block_has_layers():
+    with pytest.raises(ValueError, match="a block of 0 layers"):
+        tr.StackLayers(r"h\.(?P<i>\d+)", "b{i%0}", 0)

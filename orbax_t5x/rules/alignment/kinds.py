@@ -302,7 +302,9 @@ def _template(
             stem, parts[-1] = parts[-1], f"{parts[-1]}_{key}"
             beside = numbers[path[:at]]
             # Of one module the number says nothing, and of several those beside it are part of what it says.
-            counted = [f"{stem}_{_COUNTED[key - 1]}"] if beside[0] == 1 and key <= len(_COUNTED) else []
+            # Flax numbers its classes from 0: of these the first is lacking.
+            is_counted = beside[0] == 1 and key <= len(_COUNTED) and stem.islower()
+            counted = [f"{stem}_{_COUNTED[key - 1]}"] if is_counted else []
             known = [text for text in (parts[-1], *counted) if meanings(text)]
             if known:
                 words[-1] = known[0]
@@ -409,7 +411,8 @@ def _stacks(
                 break
     for before in sorted(below, key=len):
         leaves = below[before]
-        if any(leaf.name in taken for leaf in leaves):
+        is_before_number = all(isinstance(leaf.path[len(before)], int) for leaf in leaves)
+        if is_before_number or any(leaf.name in taken for leaf in leaves):
             continue
         ways: list[tuple[int, int, int]] = []
         for count, layers in bags.items():

@@ -60,7 +60,12 @@ _MEANINGS: dict[str, tuple[str, ...]] = {
         "encoder_norm decoder_norm final_layer_norm final_norm ln_f norm_f output_norm sequence_output_norm ln_post",
     ),
     "module": ("relpos_bias relative_attention_bias rel_pos_bias", "layers layer blocks block h"),
-    "kind": ("kernel weight w", "scale weight gamma g kernel", "bias beta b", "embedding embed emb embeddings weight"),
+    "kind": (
+        "kernel weight w",
+        "scale weight gamma g kernel w",
+        "bias beta b",
+        "embedding embed emb embeddings weight",
+    ),
     "statistic": ("mean running_mean", "var running_var"),
 }
 _SHORT = {

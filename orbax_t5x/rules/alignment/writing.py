@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from orbax_t5x.rules.alignment.moves import Move
 from orbax_t5x.rules.alignment.renaming import rename_rules
-from orbax_t5x.transforms import StackLayers, Transform, Transpose, UnstackLayers
+from orbax_t5x.transforms import Reshape, StackLayers, Transform, Transpose, UnstackLayers
 
 _NUMBER = re.compile(r"\d+")
 _BETWEEN = "/_.-"
@@ -31,6 +31,17 @@ class _Layers(NamedTuple):
     def _is_word(stem: str) -> bool:
         """Tests whether the last part is a word for layers."""
         return re.search(r"(?:^|[/.])(?:layers?|blocks?|h)$", stem) is not None
+
+    @property
+    def step(self) -> int:
+        """The number of layers in a block of which these have one place; 1 without blocks."""
+        first, *others = map(int, self.numbers)
+        return others[0] - first if others and first < others[0] - first else 1
+
+    @property
+    def in_block(self) -> str:
+        """The name of the leaf of one place in all blocks before its own name is given to it."""
+        return f"{self.before}block_{int(self.numbers[0])}{self.after}"
 
     @property
     def joined(self) -> str:
@@ -72,19 +83,22 @@ def moves_as_transforms(
     moves = list(moves)
     moved = {name for move in moves for name in move.sources}
     others = [name for name in names if name not in moved]
-    steps: list[Transform] = _transposes(
-        [name for move in moves if move.turns and _turns_first(move) for name in move.sources], names
-    )
+    steps = _in_place(moves, names, is_first=True)
     renames: dict[str, str] = {}
     numbered: dict[str, str] = {}
     stacks: dict[tuple[int, str, bool], dict[str, list[_Layers]]] = {}
     splits: dict[tuple[int, str, str, bool], dict[str, list[_Layers]]] = {}
     renumbered: dict[str, str] = {}
+    blocks: dict[tuple[int, bool, int, str], list[_Layers]] = {}
     for move in moves:
         if move.axis is None:
             renames[move.sources[0]] = move.targets[0]
+        elif (layers := _split_at_layer(move.sources if move.stacks else move.targets)).step > 1:
+            renames[layers.in_block if move.stacks else move.sources[0]] = (
+                move.targets[0] if move.stacks else layers.in_block
+            )
+            blocks.setdefault((move.axis, move.stacks, layers.step, layers.before), []).append(layers)
         elif move.stacks:
-            layers = _split_at_layer(move.sources)
             renames[layers.joined] = move.targets[0]
             numbered.update((name, layers.name(at)) for at, name in enumerate(move.sources))
             key = (
@@ -94,7 +108,6 @@ def moves_as_transforms(
             )
             stacks.setdefault(key, {}).setdefault(layers.stem, []).append(layers)
         else:
-            layers = _split_at_layer(move.targets)
             renames[move.sources[0]] = layers.joined
             field = layers.format
             renumbered.update((layers.name(at), name) for at, name in enumerate(move.targets) if field is None)
@@ -119,7 +132,9 @@ def moves_as_transforms(
                     axis,
                 )
             )
+    steps += _block_steps(blocks, stacks=True)
     steps += rename_rules(renames, others)
+    steps += _block_steps(blocks, stacks=False)
     for (axis, between, field, is_named), every_tower in splits.items():
         known = {name for name in (*others, *renames.values())}
         known -= {one.joined for all_ in every_tower.values() for one in all_}
@@ -130,14 +145,35 @@ def moves_as_transforms(
     if renumbered:
         every = {name for move in moves for name in move.targets}
         steps += rename_rules(renumbered, [*others, *(every - set(renumbered.values()))])
-    return steps + _transposes(
-        [name for move in moves if move.turns and not _turns_first(move) for name in move.targets], target_names
-    )
+    return steps + _in_place(moves, target_names, is_first=False)
 
 
-def _turns_first(move: Move) -> bool:
-    """Tests whether matrices are transposed by the source's names, before layers are stacked."""
-    return move.axis is None or move.stacks
+def _in_place(moves: Sequence[Move], names: Collection[str], *, is_first: bool) -> list[Transform]:
+    """Returns what transposes and reshapes: by the source's names, but by the target's where layers are unstacked."""
+    is_late = any((move.turns or move.shapes) and move.axis is not None and not move.stacks for move in moves)
+    those = [move for move in moves if (move.stacks or (move.axis is None and not is_late)) == is_first]
+    turned = [name for move in those if move.turns for name in (move.sources if is_first else move.targets)]
+    steps: list[Transform] = [Transpose(_pattern(turned, names))] if turned else []
+    shapes: dict[tuple[int, ...], list[str]] = {}
+    for move in those:
+        if move.shapes:
+            shapes.setdefault(move.shapes[1], []).extend(move.sources if is_first else move.targets)
+    return steps + [Reshape(_pattern(some, names), shape) for shape, some in shapes.items()]
+
+
+def _block_steps(
+    blocks: Mapping[tuple[int, bool, int, str], Sequence[_Layers]], *, stacks: bool
+) -> Iterator[Transform]:
+    """Yields the transforms between layers and blocks of several, of which each place is stacked by itself."""
+    for (axis, is_stack, step, before), found in blocks.items():
+        afters = f"({_alternatives({one.after for one in found})})"
+        if is_stack and stacks:
+            numbers = sorted({int(number) for one in found for number in one.numbers})
+            pattern = f"({re.escape(before)})(?P<i>{'|'.join(map(str, numbers))}){afters}"
+            yield StackLayers(pattern, rf"\g<1>block_{{i%{step}}}\g<3>", axis)
+        elif not is_stack and not stacks:
+            pattern = rf"({re.escape(before)})block_(\d+){afters}"
+            yield UnstackLayers(pattern, rf"\g<1>{{i*{step}+\g<2>}}\g<3>", axis)
 
 
 def int_text(number: str) -> str:
@@ -165,16 +201,13 @@ def _rest(towers: Mapping[str, Sequence[_Layers]], others: Collection[str]) -> s
     return f"({_alternatives({one.after for all_ in towers.values() for one in all_})})"
 
 
-def _transposes(names: Sequence[str], every: Collection[str]) -> list[Transform]:
-    """Returns one transform that transposes these of all names."""
-    if not names:
-        return []
+def _pattern(names: Sequence[str], every: Collection[str]) -> str:
+    """Returns a pattern of these of all names."""
     others = set(every).difference(names)
     for depth in (1, 2, 3):
         ends = {"".join(re.split(r"([/.])", name)[-2 * depth :]) for name in names}
         pattern = f".*(?:{_alternatives(ends)})" if len(ends) > 1 else f".*{re.escape(next(iter(ends)))}"
         pattern = _NUMBER.sub(r"\\d+", pattern)
         if not any(re.fullmatch(pattern, name) for name in others):
-            return [Transpose(pattern)]
-    kinds = sorted({_NUMBER.sub(r"\\d+", re.escape(name)) for name in names})
-    return [Transpose("|".join(kinds))]
+            return pattern
+    return "|".join(sorted({_NUMBER.sub(r"\\d+", re.escape(name)) for name in names}))
