@@ -48,8 +48,7 @@ class KeyDataNode(Node):
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         first, last = box[-1]
-        keys = lowered.allocate(out.shape[:-1], self.input.dtype)
-        self.input.add_work(box[:-1], keys, lowered)
+        keys = lowered.read(self.input, box[:-1])
         lowered.add_step(partial(np.copyto, out, keys[_FIELD][..., first:last]))
 
 

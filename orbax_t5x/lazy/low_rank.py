@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from orbax_t5x.lazy.box import Box, box_shape
+from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.cast import cast_into
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import Lowering, Node
@@ -54,10 +54,7 @@ class LowRankNode(Node):
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         self.input.add_work(box, out, lowered)
-        factors: list[np.ndarray] = []
-        for node, part in zip(self.inputs[1:], self._factor_boxes(box), strict=True):
-            factors.append(lowered.allocate(box_shape(part), node.dtype))
-            node.add_work(part, factors[-1], lowered)
+        factors = list(map(lowered.read, self.inputs[1:], self._factor_boxes(box)))
         widened = sum(factor.size for factor in factors) + 2 * math.prod(self._block(out)[1:])
         lowered.add_step(partial(self._add, *factors, out), widened * self.sum_dtype.itemsize)
 

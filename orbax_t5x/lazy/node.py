@@ -44,6 +44,12 @@ class Lowering:
         """Allocates a C-contiguous buffer that lives until the steps are done."""
         return empty_array(shape, dtype)
 
+    def read(self, node: Node, box: Box) -> np.ndarray:
+        """Returns a buffer that holds a box of a node after the reads."""
+        values = self.allocate(box_shape(box), node.dtype)
+        node.add_work(box, values, self)
+        return values
+
     def add_step(self, step: Callable[[], None], temporary_bytes: int = 0) -> None:
         """Adds a step after the reads, with its working memory."""
         self.finish.append(step)
@@ -112,9 +118,13 @@ class Node(abc.ABC):
     def describe_step(self) -> str:
         """Describes this node's operation on its inputs, for people."""
 
-    @abc.abstractmethod
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the boxes of leaves that reading a box will read."""
+        """Adds the boxes of leaves that reading a box will read.
+
+        By default the same box of each input.
+        """
+        for node in self.inputs:
+            node.add_requests(box, found)
 
     @abc.abstractmethod
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_t5x.lazy import geometry as _geometry
-from orbax_t5x.lazy.box import Box, box_shape
+from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.geometry import IndexMap, compose
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import Lowering, Node, copy_step
@@ -163,8 +163,7 @@ class StridedNode(Node):
         if cut.strides is None:
             self.input.add_work(cut.box, into, lowered)
             return
-        covering = lowered.allocate(box_shape(cut.box), self.dtype)
-        self.input.add_work(cut.box, covering, lowered)
+        covering = lowered.read(self.input, cut.box)
         copy_step(lowered, into, covering[(*cut.strides, Ellipsis)])
 
 
