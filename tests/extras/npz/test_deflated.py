@@ -1,16 +1,19 @@
 """Compressed members: sizes that lie, streams that end early or go on, and reads of parts."""
 
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
 import pytest
 
+import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.extras.npz.deflated import DeflatedLeaf, decompress_head
 from orbax_t5x.extras.npz.header import ArrayHeader
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
+from orbax_t5x.lazy import read_views
 from orbax_t5x.readers.zip_members import Archive
 from orbax_t5x.testing.leaf_reads import read_boxes
 from tests.support.zip_files import Entry, archive_of
@@ -60,6 +63,24 @@ def test_streams_that_lie(tmp_path, data, fields):
     with pytest.raises(CorruptCheckpointError) as caught:
         read_boxes(leaf_of(tmp_path, data, **fields))
     assert (caught.value.leaf, caught.value.path) == ("x", str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("order", "CF")
+def test_a_large_member_takes_little_memory(tmp_path, order):
+    values = np.random.default_rng(1).integers(0, 9, (3, 1 << 10, 1 << 11)).astype(np.int32)
+    np.savez_compressed(tmp_path / "a.npz", a=np.asarray(values, order=order))
+    with ot.open_checkpoint(tmp_path / "a.npz") as checkpoint:
+        part = np.empty((3, 1 << 10, 16), np.int32)
+        view = checkpoint.leaves["a"]
+        tracemalloc.start()
+        try:
+            read_views([(view, ((0, 3), (0, 1 << 10), (32, 48)), part)])
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        np.testing.assert_array_equal(part, values[:, :, 32:48])
+        np.testing.assert_array_equal(view.get(), values)
+    assert peak < values.nbytes / 3
 
 
 def test_a_head():
