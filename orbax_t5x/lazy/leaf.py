@@ -10,6 +10,7 @@ may be read from several threads and event loops at once.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -105,6 +106,11 @@ class Leaf(abc.ABC):
     def checksums(self) -> Checksums | None:
         """The checkpoint's checksums of the data, or None."""
         return None
+
+    @property
+    def working_bytes(self) -> int:
+        """Decoded bytes that a read holds at least, beside its buffers."""
+        return 0 if self.chunks is None else math.prod(self.chunks) * self.dtype.itemsize
 
     @property
     def repeated(self) -> tuple[int, ...]:

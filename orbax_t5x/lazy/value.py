@@ -87,6 +87,10 @@ class OpaqueLeaf(BlockingLeaf):
         # It can only be read whole: a caller that cuts reads to size must not call the function for each of them.
         self.chunks: tuple[int, ...] | None = array.shape
 
+    @property
+    def working_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         """Counts the whole array for any box."""
         return math.prod(self.shape) * self.dtype.itemsize if boxes else 0

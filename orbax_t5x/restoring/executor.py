@@ -21,7 +21,6 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
-import math
 import os
 import threading
 import time
@@ -35,6 +34,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, call_of_user, run_in_pool
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.files.memory import naming_memory_errors
+from orbax_t5x.files.windows import WINDOW_BYTES
 from orbax_t5x.lazy import Leaf, ReadStats, Request, ValueLeaf, slices_within
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.lazy.read import LeafReads
@@ -79,9 +79,22 @@ def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
     for leaf in leaves:
         if leaf.is_remote:
             return limit
-        if leaf.chunks is not None:
-            largest = max(largest, math.prod(leaf.chunks) * leaf.dtype.itemsize)
+        largest = max(largest, leaf.working_bytes)
     return min(limit, max(_DECODING_BYTES, _CHUNKS_PER_THREAD * _THREADS * largest))
+
+
+def peak_bytes(plan: RestorePlan) -> int:
+    """Bounds the host memory of an execution beside its result."""
+    entries = [entry for entry in plan.entries if entry.view is not None]
+    leaves = {leaf for entry in entries for leaf in entry.leaves}
+    limit = RestoreOptions().limit
+    groups = group_entries(entries, limit)
+    sends = has_transfers(entries)
+    held = [group.size if sends else group.scratch for group in groups]
+    decoded = [leaf.working_bytes for leaf in leaves]
+    # A chunk is in memory as stored and decoded; a thread has windows of what it reads and places.
+    decoding = 2 * max(min(sum(decoded), decoding_bytes(leaves, limit)), max(decoded, default=0))
+    return max(min(limit, sum(held)), max(held, default=0)) + decoding + 4 * _THREADS * WINDOW_BYTES
 
 
 def has_transfers(entries: Iterable[PlanEntry]) -> bool:

@@ -30,6 +30,7 @@ from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 from orbax_t5x.transforms.base import AnyTransform
 
 _execute_plan = on_demand.function("orbax_t5x.restoring.executor", "execute_plan")
+_peak_bytes = on_demand.function("orbax_t5x.restoring.executor", "peak_bytes")
 _plan_page = on_demand.function("orbax_t5x.restoring.show.table", "plan_page")
 _explain_leaf = on_demand.function("orbax_t5x.restoring.show.explain", "explain_leaf")
 _plan_diff = on_demand.function("orbax_t5x.restoring.show.compare", "plan_diff")
@@ -336,6 +337,15 @@ class RestorePlan(Generic[_Restored]):
                     shared.setdefault(leaf, []).extend(boxes)
         wanted.update({leaf: (*wanted[leaf], *boxes) for leaf, boxes in shared.items()})
         return sum([leaf.bytes_of(boxes) for leaf, boxes in wanted.items()])
+
+    @functools.cached_property
+    def peak_bytes(self) -> int:
+        """Most bytes of host memory that executing takes beside the result.
+
+        By this process, with the default `memory_limit_bytes`. Chunks that can only be decoded whole are counted; what
+        several processes send each other is not.
+        """
+        return _peak_bytes(self)
 
     def execute(
         self,

@@ -67,13 +67,16 @@ class DeflatedLeaf(RangeLeaf):
         is_small = self._archive.members[self._member].size <= WINDOW_BYTES
         return self._archive.extent(self._member) if is_small else None
 
+    @property
+    def working_bytes(self) -> int:
+        return min(_WORKING_BYTES, self._archive.members[self._member].size)
+
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        size = min(_WORKING_BYTES, self._archive.members[self._member].size)
-        await stats.decoding.take(size)
+        await stats.decoding.take(self.working_bytes)
         try:
             await super().read_into(requests, stats)
         finally:
-            stats.decoding.give(size)
+            stats.decoding.give(self.working_bytes)
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         self._archive.file.require_open()

@@ -189,7 +189,7 @@ class Group:
     Bare leaves that no other entry wants are read whole in the first stage, and have no pieces.
 
     Attributes:
-      size: bytes of results and scratch on the host.
+      size: bytes of results and scratch on the host; `scratch` are the latter.
       blocking: whether all leaves are read by blocking calls. Remote ones are not: their round trips overlap.
       bare: the entries without pieces.
     """
@@ -200,6 +200,7 @@ class Group:
     blocking: bool
     stages: list[list[Piece]]
     bare: list[PlanEntry] = dataclasses.field(default_factory=list[PlanEntry])
+    scratch: int = 0
 
 
 class _Small(NamedTuple):
@@ -211,7 +212,7 @@ class _Small(NamedTuple):
     position: int
     size: int
     entry: PlanEntry
-    pieces: list[Piece] | None
+    group: Group | None
 
 
 def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
@@ -233,7 +234,7 @@ def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
         group, position = _as_group(cluster), composed[cluster[0]]
         if group.size < _GROUP_BYTES and len(cluster) == len(group.stages) == 1:
             path, offset, _ = _place(group.leaves[0])
-            small.append(_Small(path, offset, group.blocking, position, group.size, cluster[0], group.stages[0]))
+            small.append(_Small(path, offset, group.blocking, position, group.size, cluster[0], group))
         else:
             found.append((position, group))
     found += _joined(small, min(_GROUP_BYTES, limit))
@@ -245,17 +246,18 @@ def _joined(small: list[_Small], limit: int) -> list[tuple[int, Group]]:
     slots = sorted([one.position for one in small])
     found: list[tuple[int, Group]] = []
     group = Group([], limit, [], False, [[]])
-    for slot, (_, _, blocking, _, size, entry, pieces) in zip(slots, sorted(small), strict=True):
+    for slot, (_, _, blocking, _, size, entry, alone) in zip(slots, sorted(small), strict=True):
         if group.size + size > limit or group.blocking != blocking or len(group.entries) >= _GROUP_ENTRIES:
             group = Group([], 0, [], blocking, [[]])
             found.append((slot, group))
         group.entries.append(entry)
         group.leaves += entry.leaves
         group.size += size
-        if pieces is None:
+        if alone is None:
             group.bare.append(entry)
         else:
-            group.stages[0] += pieces
+            group.stages[0] += alone.stages[0]
+            group.scratch += alone.scratch
     return found
 
 
@@ -275,7 +277,9 @@ def _as_group(entries: list[PlanEntry]) -> Group:
     leaves = list(dict.fromkeys([leaf for entry in entries for leaf in entry.leaves]))
     stages = stages_of(entries)
     size = sum([layout.size for layout in layouts_of(entries)]) + stages.scratch_bytes
-    return Group(entries, max(1, size), leaves, all(map(_is_blocking, leaves)), [list(one) for one in stages.pieces])
+    blocking = all(map(_is_blocking, leaves))
+    pieces = [list(one) for one in stages.pieces]
+    return Group(entries, max(1, size), leaves, blocking, pieces, scratch=stages.scratch_bytes)
 
 
 def clusters_of(entries: Sequence[_Reading], stored: StoredBytesOf = stored_bytes) -> list[list[_Reading]]:
