@@ -9,14 +9,18 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from orbax_t5x import on_demand
 from orbax_t5x.files.paths import shared_path
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import leaf_nodes
 from orbax_t5x.text.fold import TreeLeaf, empty_text, tree_rows
-from orbax_t5x.text.report import Page, Section
 from orbax_t5x.text.table import TableRow
 from orbax_t5x.text.wording import array_bytes, array_text, counted, leaves_text, size_text
+
+# Notebooks only.
+_page = on_demand.function("orbax_t5x.text.report", "Page")
+_section = on_demand.function("orbax_t5x.text.report", "Section")
 
 # Rows shown in a notebook; repeated layers are one.
 _SHOWN_ROWS = 200
@@ -157,8 +161,8 @@ class Checkpoint:
         title = f"{self.path}: {self.format}{step}, {leaves_text(len(self._leaves))}, {size}"
         left = counted(len(rows[_SHOWN_ROWS:]), "row")
         left_out = f"… and {left} more: see `leaves`" if rows[_SHOWN_ROWS:] else ""
-        section = Section(rows=rows[:_SHOWN_ROWS], left_out=left_out)
-        return Page("checkpoint", TableRow("leaf", "array", size="bytes"), title, sections=[section]).html()
+        section = _section(rows=rows[:_SHOWN_ROWS], left_out=left_out)
+        return _page("checkpoint", TableRow("leaf", "array", size="bytes"), title, sections=[section]).html()
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r}: {self.format}, {len(self._leaves)} leaves>"

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -41,7 +42,6 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
 from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf, OpenFlag, close_all
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
-from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
 from orbax_t5x.readers.orbax.item_files import database_files, find_item_files, stat_ahead
@@ -73,6 +73,8 @@ from orbax_t5x.readers.orbax.steps import (
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.tensorstore_specs import check_database, make_context
 from orbax_t5x.trees.dtypes import kind_of
+
+_aggregate = on_demand.function("orbax_t5x.readers.orbax.aggregate", "Aggregate")  # checkpoints of old Orbax only
 
 # Stands for dtypes of leaves that are no arrays of numbers.
 _NO_NUMBERS = np.dtype(object)
@@ -222,7 +224,7 @@ class _OrbaxOpening:
         self._context = make_context()
         self._flag = OpenFlag()
         self._closers = [self._flag.close, root.close]
-        self._aggregates: dict[str, Aggregate] = {}
+        self._aggregates: dict[str, Any] = {}
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
         self._sequences: set[str] = set()
@@ -334,10 +336,10 @@ class _OrbaxOpening:
         params = [node.param for node in metadata.nodes if not node.is_empty]
         return read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params, self._limits)
 
-    def _aggregate(self, item: str) -> Aggregate:
+    def _aggregate(self, item: str) -> Any:
         """Opens an early Orbax item's msgpack file once."""
         if item not in self._aggregates:
-            aggregate = self._aggregates[item] = Aggregate(self._root, item, self._limits)
+            aggregate = self._aggregates[item] = _aggregate(self._root, item, self._limits)
             self._closers.append(aggregate.close)
             self._bytes += aggregate.index_bytes
         return self._aggregates[item]

@@ -15,6 +15,7 @@ from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, Restore
 from orbax_t5x.lazy import LazyThreadPoolArray
 from orbax_t5x.operations.diff.values import LargestDifference
 from tests.conftest import GOLDENS
+from tests.support.compared import TREE
 from tests.support.memory_checkpoint import FailingLeaf, checkpoint
 from tests.support.saving import save
 
@@ -29,13 +30,6 @@ def run(capsys, *arguments):
     code = main(["diff", *map(str, arguments)])
     said = capsys.readouterr()
     return code, said.out, said.err
-
-
-TREE = {
-    "params": {f"layers_{n}": {"kernel": np.arange(12.0, dtype=np.float32).reshape(3, 4) + n} for n in range(4)},
-    "step": 3,
-    "text": "words",
-}
 
 
 def test_equal_checkpoints_are_equal_whatever_their_layout(tmp_path):

@@ -6,18 +6,8 @@ import math
 import numpy as np
 
 import orbax_t5x as ot
+from tests.support.compared import TREE, changed
 from tests.support.saving import save
-
-TREE = {
-    "params": {f"layers_{n}": {"kernel": np.arange(12.0, dtype=np.float32).reshape(3, 4) + n} for n in range(4)},
-    "step": 3,
-    "text": "words",
-}
-
-
-def changed():
-    other = {"params": {f"layers_{n}": {"kernel": np.array(TREE["params"][f"layers_{n}"]["kernel"])} for n in range(4)}}
-    return {**other, "step": 3, "text": "words"}
 
 
 def test_layers_are_one_line_with_the_worst_of_them(tmp_path):
