@@ -45,7 +45,7 @@ class Lowering:
         return empty_array(shape, dtype)
 
     def read(self, node: Node, box: Box) -> np.ndarray:
-        """Returns a buffer that holds a box of a node after the reads."""
+        """Returns a buffer for a box of a node."""
         values = self.allocate(box_shape(box), node.dtype)
         node.add_work(box, values, self)
         return values

@@ -88,7 +88,7 @@ def is_silence(error: Exception) -> bool:
 
 
 def describe_repository(wanted: HubPath, timeout: float, most: int) -> bytes:
-    """Asks the hub for a commit and its files, within so many bytes.
+    """Asks the hub for a commit and its files.
 
     The package's own functions keep an answer of any size. Its session has its token, proxies and certificates.
 
