@@ -79,7 +79,8 @@ def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
     for leaf in leaves:
         if leaf.is_remote:
             return limit
-        largest = max(largest, leaf.working_bytes)
+        if leaf.chunks is not None:
+            largest = max(largest, leaf.working_bytes)
     return min(limit, max(_DECODING_BYTES, _CHUNKS_PER_THREAD * _THREADS * largest))
 
 
