@@ -68,3 +68,27 @@ def test_a_restore_of_an_orbax_checkpoint_with_a_rule_is_a_short_walk(tmp_path, 
     target = {"x": sharded((64, 16), spec=P("x")), "b": {"c": jax.ShapeDtypeStruct((8,), np.float32)}}
     ot.restore(path, target, [rename])
     assert_within(walk(lambda: ot.restore(path, target, [rename])), (494, 87, 608))
+
+
+def test_a_further_small_leaf_costs_few_calls(tmp_path, unprofiled):
+    def calls(count):
+        path = tmp_path / f"{count}.safetensors"
+        save_file({f"l{number}": np.ones(8, np.float32) for number in range(count)}, path)
+        target = {f"l{number}": jax.ShapeDtypeStruct((8,), np.float32) for number in range(count)}
+        ot.restore(path, target)
+        found = 0
+
+        def profile(frame, event, argument):
+            nonlocal found
+            found += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+        try:
+            ot.restore(path, target)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        return found
+
+    assert (calls(300) - calls(100)) / 200 <= 30
