@@ -53,21 +53,23 @@ def resuming_argument(text: str | None) -> bool | None:
     return None if text is None else text == "yes"
 
 
-def read_rules(path: str) -> list[tuple[str, str | None]]:
-    """Reads assignment rules from a JSON file."""
-    _, rules = _read_json(path, "--map")
-    if not isinstance(rules, list):
-        raise UsageError(f"--map {path}: must be a JSON list of [pattern, replacement], not {_json_kind(rules)}")
+def read_map(path: str) -> Any:
+    """Reads the value of a `--map` file."""
+    return _read_json(path, "--map")[1]
+
+
+def checked_rules(path: str, rules: Sequence[Any]) -> tuple[tuple[str, str | None], ...]:
+    """Checks rules, [pattern, replacement] each."""
     for number, rule in enumerate(rules):
         _check_rule(path, number, rule)
-    return [(pattern, replacement) for pattern, replacement in rules]
+    return tuple((pattern, replacement) for pattern, replacement in rules)
 
 
 def read_json_object(path: str, option: str) -> bytes:
     """Reads the bytes of a file with a JSON object."""
     data, value = _read_json(path, option)
     if not isinstance(value, dict):
-        raise UsageError(f"{option} {path}: must be a JSON object, not {_json_kind(value)}")
+        raise UsageError(f"{option} {path}: must be a JSON object, not {json_kind(value)}")
     return data
 
 
@@ -107,6 +109,7 @@ def _check_rule(path: str, number: int, rule: Any) -> None:
         raise UsageError(f"--map {path}: rule {number}: {shown} is no regular expression: {error}") from error
 
 
-def _json_kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
+    """Names the kind of a JSON value."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")

@@ -181,7 +181,9 @@ def _add_rules(parser: argparse.ArgumentParser, source: str) -> None:
         help="with --rules auto: a leaf's names on both sides, of one layer for all; may be given several times",
     )
     parser.add_argument(
-        "--map", metavar="FILE", help="assignment rules: a JSON list of [pattern of target names, source or null]"
+        "--map",
+        metavar="FILE",
+        help='a JSON list of [pattern of target names, source or null], or {"migrations": [[name, rules], ...]}',
     )
     parser.add_argument(
         "--resuming",

@@ -6,18 +6,21 @@ They are `--translate`, `--rules`, `--map` and the target.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from orbax_t5x.cli.arguments import read_rules, resuming_argument
+from orbax_t5x import transforms
+from orbax_t5x.cli.arguments import checked_rules, json_kind, read_map, resuming_argument
 from orbax_t5x.cli.rule_packs import AUTO, pack_argument
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.text.output import UsageError
-from orbax_t5x.transforms import AssignmentMap, Transform, Translate
+from orbax_t5x.transforms import AssignmentMap, Rename, Transform, Translate
+from orbax_t5x.transforms.migrations import Migrations
 from orbax_t5x.trees.flat import unflatten
 
 
@@ -46,13 +49,18 @@ class RuleOptions:
         if self._given and not self.is_auto:
             raise UsageError("--given needs --rules auto, which asks for what it does not know")
         self._packs = [] if self.is_auto else [pack_argument(text) for text in named]
-        self._rules = None if options.map is None else AssignmentMap(tuple(read_rules(options.map)))
+        self._rules = None if options.map is None else _map_of(options.map)
+
+    @property
+    def needs_target(self) -> bool:
+        """Truth of this: the file's patterns match the target's names."""
+        return isinstance(self._rules, AssignmentMap)
 
     def transforms(
         self, source: Checkpoint, target: Mapping[str, Any] | None, *, is_bundle: bool = False
-    ) -> list[Transform]:
+    ) -> list[Transform | Migrations]:
         """Returns the transforms in order: the translation, rule packs, the file's rules."""
-        chain: list[Transform] = [Translate()] if self._is_translated(source, is_bundle) else []
+        chain: list[Transform | Migrations] = [Translate()] if self._is_translated(source, is_bundle) else []
         chain += self._found(source.leaves, target) if self.is_auto else self._packs
         return chain if self._rules is None else [*chain, self._rules]
 
@@ -78,11 +86,11 @@ class MappingOptions(RuleOptions):
     def __init__(self, options: argparse.Namespace):
         self._target_path: str | None = options.target
         self._target_item: str | None = options.target_item
-        if self._target_path is None and options.map is not None:
-            raise UsageError("--map needs --target: its patterns match the target's names")
         if self._target_path is None and AUTO in (options.rules or []):
             raise UsageError("--rules auto needs --target: it finds what leads from the source's names to the target's")
         super().__init__(options)
+        if self._target_path is None and self.needs_target:
+            raise UsageError("--map needs --target: its patterns match the target's names")
 
     def target(self) -> dict[str, Any] | None:
         """Returns the target's leaves as arrays without memory, or None."""
@@ -104,3 +112,38 @@ def plan_options(options: argparse.Namespace) -> RestoreOptions:
         strict=options.strict,
         allow_lossy_cast=options.allow_lossy_cast,
     )
+
+
+def _map_of(path: str) -> AssignmentMap | Migrations:
+    """Reads assignment rules or migrations from a JSON file.
+
+    Rules are a list of [pattern, replacement]; null leaves a leaf out. Migrations are {"migrations": [[name, rules]]};
+    their rules rename, or are {"transform": name, …} with the keywords of a transform.
+    """
+    given = read_map(path)
+    if isinstance(given, dict) and set(given) == {"migrations"} and isinstance(given["migrations"], list):
+        try:
+            return Migrations([(name, _migration_steps(path, rules)) for name, rules in given["migrations"]])
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--map {path}: {error}") from error
+    if not isinstance(given, list):
+        wanted = 'a JSON list of [pattern, replacement], or {"migrations": [[name, rules], …]}'
+        raise UsageError(f"--map {path}: must be {wanted}, not {json_kind(given)}")
+    return AssignmentMap(checked_rules(path, given))
+
+
+def _migration_steps(path: str, rules: Any) -> list[Transform]:
+    """Makes the transforms of a migration; adjacent renames are one."""
+    if not isinstance(rules, list):
+        raise UsageError(f"--map {path}: the rules of a migration must be a JSON list, not {json_kind(rules)}")
+    steps: list[Transform] = []
+    for is_transform, group in itertools.groupby(rules, lambda rule: isinstance(rule, dict)):
+        if not is_transform:
+            steps.append(Rename(checked_rules(path, list(group))))
+            continue
+        for rule in group:
+            name = rule.get("transform")
+            if name not in transforms.MODULE_OF or not name[0].isupper() or name.isupper():
+                raise UsageError(f"--map {path}: {name!r} is no transform of ot.transforms")
+            steps.append(getattr(transforms, name)(**{key: value for key, value in rule.items() if key != "transform"}))
+    return steps

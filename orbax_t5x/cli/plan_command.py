@@ -14,6 +14,7 @@ from orbax_t5x.cli.mapping import MappingOptions, plan_options
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.restoring.api import open_plan
+from orbax_t5x.restoring.chains import chain_of
 from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.text.output import UsageError, print_json, print_text
 
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             chain = mapping.transforms(source, target)
             plan = open_plan(source, target, chain, plan_options(options), stack, Caller("convert"))
-            plan.found_rules = tuple(chain) if mapping.is_auto else ()
+            plan.found_rules = chain_of(chain) if mapping.is_auto else ()
         except RestorePlanError as error:
             if not options.json:
                 raise

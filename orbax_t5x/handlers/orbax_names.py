@@ -60,7 +60,8 @@ def processes_of(manager: ocp.CheckpointManager) -> ocp.options.MultiprocessingO
 
 def registry_of(manager: ocp.CheckpointManager) -> Any:
     """Returns the registry of a manager's handlers."""
-    return manager._checkpointer.handler._handler_registry
+    handler: Any = manager._checkpointer.handler
+    return handler._handler_registry
 
 
 class RecordedType:

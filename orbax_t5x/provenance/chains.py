@@ -21,14 +21,23 @@ _RECORDED_RULES = 500
 
 
 class RuleRecord(NamedTuple):
-    """Record of a transform: texts, identity, and if it only selects.
+    """Record of a transform.
 
-    The identity is equal for equal rules and None where that cannot be told.
+    Attributes:
+      texts: its rules.
+      identity: equal for equal rules; None where that cannot be told.
+      only_selects: it changes no leaf that it keeps.
+      name: of a migration.
+      inner: the rules of a migration.
+      is_assumed: a state without a record has the migration.
     """
 
     texts: tuple[str, ...]
     identity: str | None
     only_selects: bool = False
+    name: str | None = None
+    inner: tuple[RuleRecord, ...] = ()
+    is_assumed: bool = False
 
     @property
     def digest(self) -> str | None:
@@ -46,12 +55,7 @@ class ChainRecord:
     def of(cls, transforms: Sequence[Callable[..., Any]]) -> ChainRecord:
         """Makes the record of some transforms, in order."""
         chain = tuple(transforms)
-        return cls(
-            tuple(
-                RuleRecord(tuple(map(_cut_rule, _rules(one))), identity, getattr(one, "only_selects", False) is True)
-                for one, identity in zip(chain, rule_identities(chain), strict=True)
-            )
-        )
+        return cls(tuple(map(_rule_record, chain, rule_identities(chain))))
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -93,7 +97,21 @@ class ChainRecord:
         """
         if len(self.rules) > _RECORDED_RULES:
             return None
-        return [{"digest": step.digest, "rules": len(step.texts)} for step in self.steps]
+        return [
+            {"digest": step.digest, "rules": len(step.texts)}
+            | ({"name": step.name, "parts": [rule.digest for rule in step.inner]} if step.name else {})
+            for step in self.steps
+        ]
+
+
+def _rule_record(transform: Any, identity: str | None) -> RuleRecord:
+    only_selects = getattr(transform, "only_selects", False) is True
+    name = getattr(transform, "migration_name", None)
+    if name is None:
+        return RuleRecord(tuple(map(_cut_rule, _rules(transform))), identity, only_selects)
+    inner = ChainRecord.of(transform.steps).steps
+    text = f"{name}: {'; '.join(text for rule in inner for text in rule.texts) or 'nothing'}"
+    return RuleRecord((_cut_rule(text),), identity, only_selects, name, inner, transform.is_assumed)
 
 
 def _rules(transform: Any) -> list[str]:

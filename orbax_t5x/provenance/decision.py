@@ -26,6 +26,7 @@ from typing import Any, Literal
 from orbax_t5x.provenance.chains import ChainRecord, RuleRecord
 from orbax_t5x.provenance.history import HistoryComparison, RecordedRule, compare
 from orbax_t5x.provenance.records import UNRECORDED, Entry, Lineage, applied_rules, make_entry
+from orbax_t5x.provenance.versions import VersionQuestion, version_of
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.narrow import is_mapping
@@ -59,6 +60,7 @@ class ResumeContext:
       source: path of the source, or name -> path.
       format: of the source, or name -> format.
       transforms: that the chain records, for fixes.
+      leads_to_target: as in `VersionQuestion`.
     """
 
     chain: ChainRecord
@@ -68,6 +70,7 @@ class ResumeContext:
     source: str | Mapping[str, str]
     format: str | Mapping[str, str]
     transforms: tuple[Callable[..., Any], ...] = ()
+    leads_to_target: Callable[[Sequence[int], bool], bool] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Decision:
 
     Attributes:
       is_resuming: whether they were applied already.
-      skipped: how many of the first were applied already.
+      skipped: positions of the transforms that were applied already.
+      migrations: names of those that were applied before; None without any given.
       lineage: of the state that is restored.
       problem: why nothing can be decided, and what the caller can pass; None where it is decided.
       warning: what a person should see; empty where nothing is.
@@ -90,12 +94,15 @@ class Decision:
     warning: str = ""
     note: str = ""
     unmatched: Lineage | None = None
-    skipped: int = 0
+    skipped: Sequence[int] = ()
+    migrations: tuple[str, ...] | None = None
 
 
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     """Decides whether transforms are applied; `record` is the source's lineage, or None."""
     lineage = record or ()
+    if any(step.name for step in context.chain.steps):
+        return _decide_by_version(lineage, context)
     if context.caller == "start" and record is None:
         # Another writer's: whether this run's transforms were applied to it is not known.
         return Decision(True, (UNRECORDED,) if context.chain else (_entry(context),))
@@ -112,6 +119,19 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     return _decide_by_record(lineage, context, found)
 
 
+def _decide_by_version(lineage: Lineage, context: ResumeContext) -> Decision:
+    """Decides for migrations; a start's answer counts where the record leaves a question."""
+    fits, chain = context.leads_to_target, context.chain
+    asked = VersionQuestion(chain, lineage, None, context.source, context.format, fits)
+    version = version_of(asked)
+    if context.is_resuming is not None and (context.caller != "start" or version.problem is not None):
+        version = version_of(asked._replace(is_resuming=context.is_resuming))
+    if version.problem is not None:
+        return Decision(False, lineage, problem=version.problem)
+    is_resuming = len(version.skipped) == len(chain.steps)
+    return Decision(is_resuming, version.lineage, skipped=version.skipped, migrations=version.applied)
+
+
 def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryComparison) -> Decision:
     """Decides by the table."""
     is_own = context.caller in ("own step", "start")
@@ -125,7 +145,7 @@ def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryCo
         rest = dataclasses.replace(context, chain=context.chain.part(found.applied), is_resuming=None)
         entry = make_entry(rest.source, rest.format, rest.chain, continues=True)
         note = f"{found.applied} of {len(context.chain.steps)} rules were applied before: {before}"
-        return Decision(False, (*lineage, entry), note=note, skipped=found.applied)
+        return Decision(False, (*lineage, entry), note=note, skipped=range(found.applied))
     if found.relation == "apart" and not is_own:
         return dataclasses.replace(_decide_to_apply(lineage, context), note=f"applied to this state before: {before}")
     if found.relation == "unrecorded":
@@ -280,14 +300,14 @@ def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
     without = [decision.unmatched for decision in decisions.values() if decision.unmatched is not None]
     unmatched = _union_of_lineages(without) if len(without) == len(decisions) else None
     texts = "; ".join(warnings), "; ".join(notes)
-    return Decision(first.is_resuming, lineage, first.problem, *texts, unmatched, first.skipped)
+    return Decision(first.is_resuming, lineage, first.problem, *texts, unmatched, first.skipped, first.migrations)
 
 
 def _answer_text(decision: Decision) -> str:
     if decision.problem is not None:
         return "not decided"
     if decision.skipped:
-        return f"the first {decision.skipped} applied already"
+        return f"{len(decision.skipped)} of them applied already"
     return "applied already" if decision.is_resuming else "to be applied"
 
 

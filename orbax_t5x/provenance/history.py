@@ -22,10 +22,12 @@ Relation = Literal["nothing recorded", "equal", "prefix", "apart", "differs", "u
 
 
 class RecordedRule(NamedTuple):
-    """A rule of a record: its texts, and its own digest if known."""
+    """A rule of a record; a migration has a name and its rules' digests."""
 
     texts: tuple[str, ...]
     digest: str | None
+    name: str | None = None
+    parts: tuple[str | None, ...] = ()
 
 
 class Segment(NamedTuple):
@@ -51,7 +53,8 @@ class Segment(NamedTuple):
         rules: list[RecordedRule] = []
         position = 0
         for step in steps:
-            rules.append(RecordedRule(tuple(texts[position : position + step["rules"]]), step["digest"]))
+            own = tuple(texts[position : position + step["rules"]])
+            rules.append(RecordedRule(own, step["digest"], step.get("name"), tuple(step.get("parts", ()))))
             position += step["rules"]
         return cls(tuple(rules), None, inserted)
 
@@ -112,10 +115,10 @@ def compare(lineage: Lineage, chain: ChainRecord) -> HistoryComparison:
     sure = [(count, reading) for count, reading in matches if reading.is_sure]
     if sure:
         count, reading = max(sure, key=lambda match: match[0])
-        if not _in_common(_without(everything, reading.rules()), chain.part(count)):
+        if not in_common(_without(everything, reading.rules()), chain.part(count)):
             return HistoryComparison("prefix", count, tuple(reading.rules()), _is_reordered(reading))
     recorded = tuple(max((reading.rules() for reading in readings if reading.is_sure), key=len))
-    return HistoryComparison("differs" if _in_common(everything, chain) else "apart", 0, recorded)
+    return HistoryComparison("differs" if in_common(everything, chain) else "apart", 0, recorded)
 
 
 def _readings(lineage: Lineage) -> list[HistoryReading]:
@@ -215,7 +218,7 @@ def _without(rules: Iterable[RecordedRule], others: Iterable[RecordedRule]) -> l
     return left
 
 
-def _in_common(recorded: Iterable[RecordedRule], chain: ChainRecord) -> bool:
+def in_common(recorded: Iterable[RecordedRule], chain: ChainRecord) -> bool:
     """Tests if both have a rule, by digest or text.
 
     By text, since an edited rule is in no other list.
@@ -223,5 +226,7 @@ def _in_common(recorded: Iterable[RecordedRule], chain: ChainRecord) -> bool:
     digests = {step.digest for step in chain.steps}
     texts = set(chain.rules)
     return any(
-        (rule.digest is not None and rule.digest in digests) or not texts.isdisjoint(rule.texts) for rule in recorded
+        any(digest is not None and digest in digests for digest in (rule.digest, *rule.parts))
+        or not texts.isdisjoint(rule.texts)
+        for rule in recorded
     )

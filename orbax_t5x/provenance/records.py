@@ -7,7 +7,8 @@
              "format": "tf_bundle",                        # or {"name": format}
              "transforms": ["Translate()"],                # the rules, for people; null: nothing was applied
              "digest": "sha256:…",                         # of the chain; null where it has none
-             "steps": [{"digest": "…", "rules": 1}],       # of each transform: its digest, and how many rules it has
+             "steps": [{"digest": "…", "rules": 1}],       # of each transform: its digest, and how many rules it has;
+                                                           # of a migration also "name", and "parts": its rules' digests
              "continues": true,                            # where these are the rest of a longer list
              "is_resuming": true}],                        # where the caller passed it: applied already
         "partial": {"…": […]},                             # in place of "provenance": that of each partial save
@@ -189,6 +190,7 @@ def _are_steps(steps: Any, texts: Sequence[str]) -> bool:
         is_sequence(steps)
         and all(is_mapping(one) and isinstance(one.get("digest", 0), str | None) for one in steps)
         and all(type(one.get("rules")) is int and one["rules"] > 0 for one in steps)
+        and all(isinstance(one.get("name"), str | None) and is_sequence(one.get("parts", ())) for one in steps)
         and sum(one["rules"] for one in steps) == len(texts)
     )
 

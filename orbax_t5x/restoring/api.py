@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, Unpack, overload
 
 import jax
@@ -20,7 +21,7 @@ from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, PlanKeywords, RestoreKeywords, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.planner import build_plan, plan_inputs
+from orbax_t5x.restoring.planner import build_plan, leads_to_target, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, open_sources
 from orbax_t5x.text.masked import masked
 from orbax_t5x.text.progress_bar import Progress
@@ -223,7 +224,8 @@ def plan_of(
     history = SourceHistory(sources)
 
     def decided(records: Records) -> Decision:
-        return history.decide(records, inputs.transforms, options, caller.kind)
+        fits = None if inputs.target.kind == "everything" else partial(leads_to_target, inputs)
+        return history.decide(records, inputs.transforms, options, caller.kind, fits)
 
     if inputs.transforms or caller.keeps_lineage:
         # The only reads between opening the sources and reading arrays. Before the plan: transforms that were applied

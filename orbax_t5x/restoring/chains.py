@@ -20,6 +20,7 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.transforms import MODULE_OF as public_transforms
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.migrations import Migration, Migrations, expanded
 from orbax_t5x.transforms.model_surgery import adopt_orbax
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
@@ -33,7 +34,7 @@ _PASS_RULES = Fix.in_program(
 _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-Transforms = Sequence[Callable[..., Any]] | Callable[..., Any] | Literal["auto"]
+Transforms = Sequence[Callable[..., Any] | Migrations] | Callable[..., Any] | Migrations | Literal["auto"]
 # Only rules that are sought, and calls that went wrong, need the packs.
 _PACKAGE_OF_PACKS = "orbax_t5x.rules"
 _pack_names = on_demand.function(f"{_PACKAGE_OF_PACKS}.graph", "pack_names")
@@ -134,9 +135,11 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
         auto = f"{AUTO!r}, " if has_target else ""
         instead = _call_of(transforms) or f"{auto}transforms of ot.transforms, or functions"
         raise TypeError(f"transforms={transforms!r} is text; pass {instead}")
-    chain = (transforms,) if callable(transforms) else () if transforms is None else transforms
+    is_single = callable(transforms) or isinstance(transforms, Migrations)
+    chain = (transforms,) if is_single else () if transforms is None else transforms
     if not is_sequence(chain):  # nor a generator
         raise TypeError(f"transforms is {_of_type(chain)}; pass a list of transforms of ot.transforms, or functions")
+    chain = expanded(chain)
     for transform in chain:
         if isinstance(transform, type) and issubclass(transform, Transform):
             raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
@@ -155,7 +158,10 @@ def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
     if AUTO in [one for one in [transforms, *(transforms if is_sequence(transforms) else ())] if isinstance(one, str)]:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and a save has no target"
         raise RestorePlanError([Problem("rule", None, what, _PASS_RULES)])
-    return chain_of(transforms, has_target=False)
+    chain = chain_of(transforms, has_target=False)
+    if any(isinstance(one, Migration) for one in chain):
+        raise TypeError("Migrations are for restores: a save writes the state of the newest")
+    return chain
 
 
 def _pack_of(something: object) -> str | None:

@@ -90,7 +90,12 @@ class SourceHistory:
         return _opened_once(["history", *paths], ", ".join(paths), self.with_older_steps)
 
     def decide(
-        self, records: Records, transforms: Sequence[Callable[..., Any]], options: RestoreOptions, kind: CallerKind
+        self,
+        records: Records,
+        transforms: Sequence[Callable[..., Any]],
+        options: RestoreOptions,
+        kind: CallerKind,
+        leads_to_target: Callable[[Sequence[int], bool], bool] | None = None,
     ) -> Decision:
         """Decides by records whether the transforms were applied already, and what lineage the restored state has.
 
@@ -106,6 +111,7 @@ class SourceHistory:
             source={name: one.path for name, one in checkpoints.items()} if single is None else single.path,
             format={name: one.format for name, one in checkpoints.items()} if single is None else single.format,
             transforms=tuple(transforms),
+            leads_to_target=leads_to_target,
         )
         decision = combine_decisions({item: decide(record, context) for item, record in records.items()})
         path = self.sources.path

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 
@@ -229,6 +229,18 @@ Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
 """Computes leaves of the target with a fallback function, by name."""
 
 
+class PlanMigrations(NamedTuple):
+    """Names of the migrations of a plan: those that the state has, and those that are applied."""
+
+    before: tuple[str, ...]
+    now: tuple[str, ...]
+
+    def __str__(self) -> str:
+        total = len(self.before) + len(self.now)
+        names = f": {', '.join(self.before)}" if self.before else ""
+        return f"migrations: {len(self.before)} of {total} were applied before{names}"
+
+
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
@@ -259,6 +271,7 @@ class RestorePlan(Generic[_Restored]):
       processes: Orbax's options of the processes that execute it together; None: all of the job.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
       rest: the transforms that are applied where the first of the list were applied before, else None.
+      migrations: the names of the migrations that were applied before, and of those that are applied, or None.
       decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
         `broadcast.schedule.decisions_of` decides by the shardings.
 
@@ -301,6 +314,7 @@ class RestorePlan(Generic[_Restored]):
         self.decisions: Mapping[str, Any] | None = None
         self.is_resuming = False
         self.rest: tuple[Any, ...] | None = None
+        self.migrations: PlanMigrations | None = None
         self.processes: AnyProcesses | None = None
 
     def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x import on_demand
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.lazy import Leaf, counting_reads
 from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.provenance.decision import Decision
@@ -23,7 +23,7 @@ from orbax_t5x.restoring.chains import OneSource, rules_found, written_out
 from orbax_t5x.restoring.fallback import Fallback, open_fallback
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
-from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
+from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
 from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.text.wording import counted, size_text
@@ -113,6 +113,29 @@ def plan_inputs(
     return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics)
 
 
+def leads_to_target(inputs: PlanInputs, skipped: Sequence[int], is_exact: bool) -> bool:
+    """Tests if transforms without the skipped ones lead to the target's names and shapes.
+
+    Without `is_exact` the options may permit missing and leftover leaves.
+    """
+    options = dataclasses.replace(inputs.options, fallback=None, fallback_for=None)
+    diagnostics = Diagnostics(allows_unmapped=not options.strict)
+    try:
+        original = inputs.target.original
+        state = run_on_leaves(
+            inputs.transforms, inputs.source, original, is_resuming=False, diagnostics=diagnostics, skipped=skipped
+        )
+        matcher = Matcher(inputs.target, options, None, inputs.stored_names, state, diagnostics)
+        matcher.entries()
+    except RestorePlanError:
+        return False
+    if diagnostics.problems or any(problem.kind == "shape" for problem in matcher.problems):
+        return False
+    may_miss = not is_exact and inputs.options.fallback is not None
+    may_leave = not is_exact and not options.strict
+    return (may_miss or not matcher.missing) and (may_leave or not matcher.leftovers)
+
+
 def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:
     """Plans a restore after a `decision` about its transforms."""
     checkpoints, flattened, options = inputs.sources.checkpoints, inputs.target, inputs.options
@@ -173,7 +196,11 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         bytes_read_at_planning=reads.bytes_read,
     )
     plan.is_resuming = resuming
-    plan.rest = tuple(transforms[decision.skipped :]) if decision.skipped else None
+    rest = [one for index, one in enumerate(transforms) if index not in decision.skipped]
+    plan.rest = tuple(rest) if decision.skipped else None
+    if decision.migrations is not None:
+        names = tuple(name for one in transforms if (name := getattr(one, "migration_name", None)))
+        plan.migrations = PlanMigrations(decision.migrations, names[len(decision.migrations) :])
     plan.processes = options.multiprocessing_options
     if found and plan.filled and not plan.is_fill_expected:
         if problems := _partial_rules(plan, found):

@@ -54,7 +54,8 @@ def open_transformed(
     if diagnostics.problems:
         raise diagnostics.error(path=path)
     warnings = [decision.warning, *diagnostics.warnings] if decision.warning else diagnostics.warnings
-    rules = [] if resuming else [describe_transform(transform) for transform in applied[decision.skipped :]]
+    rest = [one for index, one in enumerate(applied) if index not in decision.skipped]
+    rules = [] if resuming else list(map(describe_transform, rest))
     shared_paths = tuple(checkpoint.shared_path for checkpoint in sources.checkpoints.values())
     return TransformedLeaves(path, shared_paths, views, tuple(rules), tuple(warnings))
 

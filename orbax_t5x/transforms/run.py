@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix, for_caller
@@ -119,7 +119,7 @@ def run_on_leaves(
     *,
     is_resuming: bool,
     diagnostics: Diagnostics,
-    skipped: int = 0,
+    skipped: Collection[int] = (),
 ) -> dict[str, Any]:
     """Runs transforms like `run_transforms` on leaves of checkpoints, whose typed PRNG keys are one element each."""
     if not transforms:
@@ -138,17 +138,17 @@ def run_transforms(
     *,
     is_resuming: bool,
     diagnostics: Diagnostics,
-    skipped: int = 0,
+    skipped: Collection[int] = (),
 ) -> dict[str, Any]:
     """Runs transforms in order on a flat state dict; problems and all else worth knowing go to `diagnostics`.
 
     When resuming, our own transforms leave the state as it is, functions with the keyword `is_resuming` are called
     with True, others are not called. What a caller's function or transform raises becomes a problem, except for OSError
-    and MemoryError, which say nothing about the state. The first, as many as are `skipped`, are run as when resuming.
+    and MemoryError, which say nothing about the state. Those at the positions `skipped` are run as when resuming.
     """
     state = dict(source_flat)
     for index, transform in enumerate(transforms):
-        resuming = is_resuming or index < skipped
+        resuming = is_resuming or index in skipped
         if not isinstance(transform, Transform):
             state = _run_function(transform, state, target_flat, is_resuming=resuming, diagnostics=diagnostics)
         elif not resuming:

@@ -52,7 +52,7 @@ def assert_equals(found, expected):
         (["--rules", "auto", "--rules", "hf_t5_to_t5x", "--target", "x"], "give no other --rules"),
         (["--rules", "auto", "--translate", "--target", "x"], "and no --translate"),
         (["--rules", "nothing"], "no such pack"),
-        (["--map", "rules.json"], "--map needs --target"),
+        (["--map", "rules.json"], "rules.json: No such file"),
     ],
 )
 def test_contradictions_are_told_before_anything_is_opened(run, arguments, told):

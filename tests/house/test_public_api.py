@@ -15,8 +15,8 @@ import orbax_t5x as ot
 PUBLIC = set(
     """
     STANDARD_LOGICAL_AXIS_RULES Checkpoint Format LazyArray LazyAwaitableArray LazyThreadPoolArray Limits Mark
-    PlanEntry Problem RestorePlan RestorePlanError Source TrainStateHandler TypeHandlerRegistration adafactor args
-    broadcast_to checkpoint_importer concatenate convert diff errors latest_step nnx open_checkpoint optimizers
+    Migrations PlanEntry Problem RestorePlan RestorePlanError Source TrainStateHandler TypeHandlerRegistration adafactor
+    args broadcast_to checkpoint_importer concatenate convert diff errors latest_step nnx open_checkpoint optimizers
     plan_restore register_format register_type_handlers repeat restore restore_or_initialize rules stack state_utils
     train_state transforms v1 verify with_shardings
     """.split()

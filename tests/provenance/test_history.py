@@ -68,7 +68,7 @@ def test_the_table_by_an_oracle(recorded, names, cuts, old):
         decision = decide(lineage, context(names, caller))
         is_problem = row == "differs" or (row == "apart" and caller in ("own step", "start"))
         assert (decision.problem is not None) == is_problem
-        assert decision.is_resuming == (row == "equal") and decision.skipped == (count if row == "prefix" else 0)
+        assert decision.is_resuming == (row == "equal") and len(decision.skipped) == (count if row == "prefix" else 0)
         assert bool(decision.warning) == (row == "equal" and caller in ("restore", "convert"))
         if not is_problem:
             # What was applied is recorded: the same list is the record's from then on.
@@ -119,7 +119,7 @@ def test_no_rule_is_applied_twice_in_random_histories():
                 assert not set(names) & set(state)
             else:
                 counts["applied"] += 1
-                state = state if decision.is_resuming else [*state, *names[decision.skipped :]]
+                state = state if decision.is_resuming else [*state, *names[len(decision.skipped) :]]
                 lineage = decision.lineage
                 assert len(state) == len(set(state)) and set(names) <= set(state), (seed, state, names)
             names = edited(chance, names)
@@ -133,7 +133,7 @@ def test_the_same_rules_in_another_order_after_the_fix_go_on_as_the_list():
     lineage = decide((entry("ac"),), context("b", "own step", answer=False)).lineage
     assert decide(lineage, context("abc", "own step")).is_resuming
     grown = decide(lineage, context("abcd", "own step"))
-    assert grown.skipped == 3
+    assert len(grown.skipped) == 3
     assert decide(grown.lineage, context("abcd", "restore")).is_resuming
     assert decide(grown.lineage, context("acbd", "restore")).is_resuming
     assert decide(grown.lineage, context("cabd", "restore")).problem is not None
@@ -146,7 +146,7 @@ def test_a_longer_record_goes_on_by_an_answer():
     lineage = decide((entry("abc"),), context("ab", "restore", answer=True)).lineage
     for names, skipped in (("ab", 0), ("abc", 0), ("abcd", 3), ("abd", 2)):
         decision = decide(lineage, context(names, "own step"))
-        assert decision.problem is None and decision.skipped == skipped
+        assert decision.problem is None and len(decision.skipped) == skipped
         assert decision.is_resuming == (skipped == 0)
     assert decide(lineage, context("abdc", "own step")).problem is not None  # c was applied
 
@@ -169,7 +169,7 @@ def test_a_step_of_another_writer_is_resumed_as_it_is_and_stays_unknown():
 
 
 def test_an_answer_at_a_start_counts_where_the_record_leaves_a_question():
-    assert decide((entry("a"),), context("ab", "start", answer=False)).skipped == 1
+    assert decide((entry("a"),), context("ab", "start", answer=False)).skipped == range(1)
     assert decide((entry("a"),), context("a", "start", answer=False)).is_resuming
     assert decide((UNRECORDED,), context("a", "start", answer=True)).is_resuming
     assert decide((UNRECORDED,), context("a", "start")).problem is not None

@@ -41,8 +41,9 @@ from orbax_t5x.handlers.v1.orbax_v1_names import context_of, manager_of
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
+from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import CallerKind, Decision
-from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded
+from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded, make_entry
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
 from orbax_t5x.restoring.api import open_plan
@@ -55,6 +56,7 @@ from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import with_full_stop
+from orbax_t5x.transforms.migrations import Migration
 from orbax_t5x.transforms.patterns.table import Pattern
 
 # Orbax's name for the item of a manager that has one item without a name.
@@ -182,7 +184,7 @@ def restore_or_initialize(
     if init_from is not None:
         return start.initialize(init_from, transforms)
     if init_fn is not None:
-        return start.from_scratch()
+        return start.from_scratch(unopened_chain(None, transforms))
     found = "each of its steps is damaged" if start.skipped else "it has no step"
     message = f"{found}, and neither init_from= nor init_fn= is given to begin the run"
     raise CheckpointNotFoundError(message, path=os.fspath(manager.directory))
@@ -333,8 +335,11 @@ class _JobStart:
         self._begin(restored.plan.provenance)
         return TrainingStart(restored.state, _FIRST_STEP, "initialized")
 
-    def from_scratch(self) -> TrainingStart:
-        """Starts from the function only, by a plan without checkpoint."""
+    def from_scratch(self, chain: tuple[Callable[..., Any], ...]) -> TrainingStart:
+        """Starts from the function only, by a plan without checkpoint.
+
+        Its state is that of the newest migration.
+        """
         init_fn, target = self._options.fallback, self._target
         if target is None:  # everything
             target = abstract_tree(init_fn)
@@ -348,7 +353,8 @@ class _JobStart:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
         state = plan.run(self._options)
-        self._begin(())
+        newest = ChainRecord.of([one for one in chain if isinstance(one, Migration)])
+        self._begin((make_entry(self._root, "orbax", newest, is_resuming=True),) if newest else ())
         return TrainingStart(state, _FIRST_STEP, "scratch")
 
     def _begin(self, lineage: Lineage) -> None:

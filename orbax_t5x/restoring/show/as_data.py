@@ -17,7 +17,7 @@ from orbax_t5x.trees.narrow import is_tuple
 
 def to_json(plan: RestorePlan) -> dict[str, Any]:
     """Returns the plan as data that `json.dumps` takes."""
-    decisions = decisions_of(plan)
+    decisions, made = decisions_of(plan), plan.migrations
     return {
         "sources": {
             name: {"path": checkpoint.path, "format": checkpoint.format, "step": checkpoint.step}
@@ -32,6 +32,7 @@ def to_json(plan: RestorePlan) -> dict[str, Any]:
         "dropped": list(plan.dropped),
         "warnings": list(plan.warnings),
         "found_rules": [code_of(one) for one in plan.found_rules],
+        "migrations": None if made is None else {"before": list(made.before), "now": list(made.now)},
         "provenance": [dict(record) for record in plan.provenance],
         "bytes_to_read": plan.bytes_to_read,
         "bytes_read_at_planning": plan.bytes_read_at_planning,

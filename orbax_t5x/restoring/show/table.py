@@ -75,6 +75,7 @@ def plan_heading(plan: RestorePlan) -> list[str]:
     counts |= {"unused": len(plan.unused), "dropped": len(plan.dropped)}
     facts = [f"{count:,} {word}" for word, count in counts.items() if count]
     facts += [counted(len(plan.warnings), "warning")] if plan.warnings else []
+    facts += [] if plan.migrations is None else [plain(str(plan.migrations))]
     leaves, facts_text = f"{leaves_text(len(plan.entries))} from {', '.join(sources)}", " · ".join(facts)
     if filled := filled_text(plan):
         counts_text = f"{leaves}: {facts_text}. From fallback: {filled_patterns(plan)}."
