@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy.mapped import AffineFunction
+from orbax_t5x.lazy.cast import AffineFunction
 from orbax_t5x.rules.leaf_table import SUBLAYERS
 from orbax_t5x.rules.steps import equal_copies, target_prefix
 from orbax_t5x.transforms.base import Transform
