@@ -251,13 +251,16 @@ class _TheirConfig:
         activation, gated = self._feed_forward()
         if gated != found.gated:
             self._refuse("feed_forward_proj", f"and the checkpoint has {'wi_0 and wi_1' if found.gated else 'wi'}")
+        distance = self._number("relative_attention_max_distance", 128, int)
+        if distance <= (exact := found.buckets // (4 if found.encoder_only else 2)):
+            self._refuse("relative_attention_max_distance", f"and T5's buckets have no order up to {exact}")
         tied, scaled = (False, False) if found.encoder_only else self._logits(found, leaves)
         return dataclasses.replace(
             found,
             activation=activation,
             tied=tied,
             scale_decoder_outputs=scaled,
-            max_distance=self._number("relative_attention_max_distance", 128, int),
+            max_distance=distance,
             layer_norm_epsilon=self._number("layer_norm_epsilon", 1e-6, float),
             dropout_rate=self._number("dropout_rate", 0.1, float),
         )

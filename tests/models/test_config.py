@@ -123,6 +123,7 @@ def test_config_json_decides_the_function(tmp_path, kind, change, wanted):
         ("t5_1_0", {"model_type": "umt5"}, "model_type: 'umt5'.*bias"),
         ("t5_1_0", {"layer_norm_epsilon": "small"}, "layer_norm_epsilon: 'small'"),
         ("t5_1_0", {"relative_attention_max_distance": 1.5}, "relative_attention_max_distance: 1.5"),
+        ("t5_1_0", {"relative_attention_max_distance": 4}, "relative_attention_max_distance: 4"),
     ],
 )
 def test_what_the_models_do_not_compute_is_refused_by_its_key(tmp_path, kind, change, match):
