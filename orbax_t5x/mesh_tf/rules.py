@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
-
-SLOT_MAP: dict[str, str] = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
-"""Adafactor's slots in T5X by the ends of their names in Mesh TensorFlow."""
+from orbax_t5x.optim.moments import SLOT_MAP
 
 TOWER_MAP: dict[str, str] = {"transformer": "decoder"}
 """The towers that T5X calls otherwise."""

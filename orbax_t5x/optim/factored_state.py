@@ -16,14 +16,12 @@ from collections.abc import Mapping, Sequence
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape, dims_by_size, possible_dims
+from orbax_t5x.optim.moments import GLUED, STANDARD_ROOTS, SlotNames
 
 _SLOTS = ("v_row", "v_col", "v")
 _PLACEHOLDER: Shape = (1,)
-_T5X_STATES = "state/param_states/"
 STEPS = ("state/step", "step")
 """The step in T5X's train states, and in Flax's."""
-# Where a tree may keep the parameter: T5X's own place, and those that it may have in the other side's tree.
-_PARAMS = ("target/", "params/", "")
 _RESET = Fix.setting("start the optimizer anew: Drop the optimizer's leaves and give {} values for them", fallback=...)
 
 
@@ -84,14 +82,14 @@ def t5x_to_optax(
 ) -> SlotConversion:
     """Fills `optax.adafactor`'s state from a T5X Adafactor checkpoint.
 
-    The state may be anywhere in the target.
-
-    Source and target are shapes by name, the source in T5X's layout (`target/…`, `state/param_states/<param>/v_row`).
+    Source and target are shapes by name; the states may be anywhere in them.
     """
     result = SlotConversion()
-    for prefix, params in _factored_states(target).items():
-        pairing = _Pairing(result, source, target, prefix, _entries(target, prefix), rules or {}, to_optax=True)
-        result.renames.update(dict.fromkeys(pairing.counters(), _step(source)))
+    names = _Names(source, target)
+    for prefix, params in names.factored.items():
+        pairing = _Pairing(result, source, target, prefix, _entries(target, prefix), rules or {}, names, to_optax=True)
+        if _step(source) in source:
+            result.renames.update(dict.fromkeys(pairing.counters(), _step(source)))
         for param in params:
             pairing.convert(param)
     return result
@@ -105,8 +103,9 @@ def optax_to_t5x(
     See `t5x_to_optax`.
     """
     result = SlotConversion()
-    for prefix, params in _factored_states(source).items():
-        pairing = _Pairing(result, target, source, prefix, _entries(source, prefix), rules or {}, to_optax=False)
+    names = _Names(target, source)
+    for prefix, params in names.factored.items():
+        pairing = _Pairing(result, target, source, prefix, _entries(source, prefix), rules or {}, names, to_optax=False)
         counter, *others = pairing.counters()
         # A T5X checkpoint of an Optax optimizer has the step itself, too.
         if STEPS[0] in source:
@@ -132,6 +131,7 @@ class _Pairing:
     prefix: str
     entries: list[str]
     rules: Mapping[str, Sequence[FactorDim]]
+    names: _Names
     to_optax: bool
 
     def counters(self) -> list[str]:
@@ -141,11 +141,11 @@ class _Pairing:
 
     def convert(self, param: str) -> None:
         """Adds the leaves of a parameter to the result."""
-        t5x_names = {slot: f"{_T5X_STATES}{param}/{slot}" for slot in _SLOTS}
-        optax_names = {slot: f"{self.prefix}{slot}/{param}" for slot in _SLOTS}
-        values = [f"{prefix}{param}" for prefix in _PARAMS]
-        shape = next((side[name] for name in values for side in (self.t5x, self.optax) if name in side), None)
-        absent = [name for name in t5x_names.values() if name not in self.t5x] or (values[:1] if shape is None else [])
+        slots_of = self.names.t5x.get(param, f"{self.names.t5x_root}/{param}")
+        t5x_names = {slot: f"{slots_of}/{slot}" for slot in _SLOTS}
+        optax_names = {slot: f"{self.prefix}{slot}/{self.names.inner}{param}" for slot in _SLOTS}
+        shape = self.names.shapes.get(param)
+        absent = [name for name in t5x_names.values() if name not in self.t5x] or ([param] if shape is None else [])
         if shape is None or absent:
             message = f"needed to convert Adafactor's state of {param}"
             self.result.problems.append(Problem("missing", absent[0], message, _RESET))
@@ -169,10 +169,10 @@ class _Pairing:
 
         It is the state of Optax's `ema`, and T5X's m, which is a placeholder if there is no momentum.
         """
-        m = f"{_T5X_STATES}{param}/m"
+        m = f"{self.names.t5x.get(param)}/m"
         if m not in self.t5x:
             return
-        in_entries = (f"{entry}ema/{param}" for entry in self.entries)
+        in_entries = (f"{entry}ema/{self.names.inner}{param}" for entry in self.entries)
         ema = next((name for name in in_entries if name in self.optax), None)
         keeps_momentum = self.t5x[m] == shape and (shape != _PLACEHOLDER or ema is not None)
         if ema is not None and keeps_momentum:
@@ -190,30 +190,48 @@ class _Pairing:
         self.result.problems.append(Problem("optimizer", leaf, f"no exact conversion: {message}", _RESET))
 
 
-def _step(names: Mapping[str, Shape]) -> str:
-    """Returns the name of the step.
+def is_step(name: str) -> bool:
+    """Reports whether a name is that of the step."""
+    return name.rpartition("/")[2] == "step"
 
-    It is T5X's own, unless the tree has only Flax's.
-    """
-    return next((name for name in STEPS if name in names), STEPS[0])
+
+def _step(names: Mapping[str, Shape]) -> str:
+    """Returns the name of the step: T5X's or Flax's, unless the tree has only another."""
+    return next((name for name in (*STEPS, *filter(is_step, names)) if name in names), STEPS[0])
 
 
 def _is_whole(slots: Mapping[str, Shape], shape: Shape) -> bool:
     return tuple(slots["v"]) == tuple(shape)
 
 
-def _factored_states(names: Mapping[str, Shape]) -> dict[str, list[str]]:
-    """Returns the parameters of factored Optax states, by their fields' prefix."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        parts = name.split("/")
-        if "v_row" not in parts[:-1]:
-            continue
-        at = parts.index("v_row")
-        prefix, param = "".join(f"{part}/" for part in parts[:at]), "/".join(parts[at + 1 :])
-        if f"{prefix}count" in names and all(f"{prefix}{slot}/{param}" in names for slot in _SLOTS):
-            found.setdefault(prefix, []).append(param)
-    return found
+class _Names:
+    """Parameters with T5X's slots and with Optax's, by their paths below the roots.
+
+    Attributes:
+      t5x: the path of each parameter's slots in T5X's state, which is `t5x_root`.
+      factored: the parameters of each factored Optax state, by its fields' prefix; `inner` is before their paths.
+      shapes: of parameters.
+    """
+
+    def __init__(self, t5x: Mapping[str, Shape], optax: Mapping[str, Shape]):
+        self.t5x: dict[str, str] = {}
+        self.t5x_root = STANDARD_ROOTS[0][1]
+        self.factored: dict[str, list[str]] = {}
+        self.inner = ""
+        self.shapes: dict[str, Shape] = {}
+        for leaves in (optax, t5x):
+            known = SlotNames.among(leaves)
+            for name, slot in known.slots(leaves).items():
+                if slot.kind != _SLOTS[0] or slot.tree.form == GLUED or (slot.tree.kind_first and leaves is t5x):
+                    continue
+                self.shapes.setdefault(slot.param, leaves[known.param_name(slot)])
+                if not slot.tree.kind_first:
+                    self.t5x[slot.param] = name.removesuffix(f"/{slot.kind}")
+                    continue
+                fields = f"{known.directory(slot.tree)}/"
+                if f"{fields}count" in leaves and all(known.slot_name(slot._replace(kind=k)) in leaves for k in _SLOTS):
+                    self.factored.setdefault(fields, []).append(slot.param)
+                    self.inner = name.removeprefix(f"{fields}{slot.kind}/").removesuffix(slot.param)
 
 
 def _entries(names: Mapping[str, Shape], prefix: str) -> list[str]:

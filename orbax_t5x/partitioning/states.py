@@ -24,6 +24,7 @@ from flax.core.meta import Partitioned
 from flax.linen.partitioning import AxisMetadata
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from orbax_t5x.optim.moments import SlotNames
 from orbax_t5x.optim.optax_axes import StateLeaf, slot_axes
 from orbax_t5x.partitioning.rules import STANDARD_LOGICAL_AXIS_RULES, AxisNames, AxisRules, LogicalAxisRules
 from orbax_t5x.text.wording import leaves_text, listed
@@ -183,12 +184,13 @@ class _Splitting:
         """Returns the spec of each leaf."""
         decided = [self._decided(leaf, None) if leaf.is_parameter else None for leaf in leaves]
         named = {leaf.name: found for leaf, found in zip(leaves, decided, strict=True) if found is not None}
-        parameters = SplitParameters(_by_relative_names(named))
-        specs = []
-        for leaf, found in zip(leaves, decided, strict=True):
-            found = found or self._decided(leaf, parameters.of(leaf.name))
-            specs.append(found.spec)
-        return specs
+        by_name = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves}
+        known = SlotNames.among(by_name)
+        parameters = {name: named.get(known.param_name(slot)) for name, slot in known.slots(by_name).items()}
+        specs = [
+            found or self._decided(leaf, parameters.get(leaf.name)) for leaf, found in zip(leaves, decided, strict=True)
+        ]
+        return [found.spec for found in specs]
 
     def _decided(self, leaf: _ShardableLeaf, parameter: SplitParameter | None) -> SplitParameter:
         """Decides about a leaf and the parameter that it belongs to."""
@@ -222,24 +224,6 @@ class _Splitting:
             return False
         # T5X's optimizers say None of what they do not split; a box keeps all axes of the parameter.
         return leaf.is_logical if leaf.axes is None else len(leaf.axes) == len(leaf.shape)
-
-
-def _by_relative_names(parameters: Mapping[str, SplitParameter]) -> dict[str, SplitParameter]:
-    """Returns the parameters by an optimizer state's names.
-
-    The containers that hold the model are left out.
-    """
-    found: dict[str, SplitParameter] = {}
-    clashing: set[str] = set()
-    for name, parameter in parameters.items():
-        parts = name.split("/")
-        at = next((index for index, part in enumerate(parts) if part in _PARAMETERS), None)
-        # Without a container of that name, the model may be the whole tree, or one entry of it.
-        for relative in [parts[at + 1 :]] if at is not None else [parts, parts[1:]]:
-            joined = "/".join(relative)
-            if found.setdefault(joined, parameter) is not parameter:
-                clashing.add(joined)
-    return {name: parameter for name, parameter in found.items() if name and name not in clashing}
 
 
 def _report(rules: AxisRules, mesh: Mesh | AbstractMesh) -> None:

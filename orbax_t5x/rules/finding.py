@@ -18,22 +18,20 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.optim.factored_state import optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.moments import SlotNames, rename_counts
 from orbax_t5x.rules.alignment.alignment import Alignment, align, align_leaves
 from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x
-from orbax_t5x.rules.inference import infer, views_or_zeros, without_place
+from orbax_t5x.rules.inference import infer, slots_between, views_or_zeros, without_place
 from orbax_t5x.rules.layouts import find_layout, heads_of, leaves_of, parameters_of
 from orbax_t5x.rules.no_pack import WRITE_RULES
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
-from orbax_t5x.transforms import AdafactorSlots, Drop, FollowOptimizer, Rename, Transform
+from orbax_t5x.transforms import Drop, FollowOptimizer, Rename, Transform
 from orbax_t5x.transforms.dequantize import scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.slots import SlotNames
-from orbax_t5x.transforms.prefix import counterparts
 from orbax_t5x.transforms.run import run_transforms
 
 # What parameters are below in train states.
@@ -90,7 +88,7 @@ def find_rules(source_leaves: Any, target_leaves: Any, given: Mapping[str, str] 
             raise RestorePlanError([_problem(_Way((), (), source, target), alignment, given)])
         parts = (*alignment.transforms, *_completion(alignment.transforms, source, target))
         return FoundMapping(parts, f"{_ALIGNED}: {calls_code(parts)}")
-    slots = _slots(source, target)
+    slots = slots_between(source, target)
     given, source = source, _run(slots, source, target) if slots else source
     pack, refusal = _infer_pack(source, target)
     if pack is not None and _fills(pack.parts, source, target):
@@ -224,7 +222,7 @@ def _align_model(way: _Way) -> tuple[Alignment, Transforms]:
     parts = alignment.transforms
     if is_moved:
         rename = Rename(((f"{roots[0]}(.*)", rf"{roots[1]}\1"),))
-        slots = _slots(_run(parts, source, target), target)
+        slots = slots_between(_run(parts, source, target), target)
         follows = not slots and SlotNames().slots(source)
         parts = (*parts, *slots, FollowOptimizer(rename) if follows else rename)
     return alignment, parts
@@ -236,23 +234,14 @@ def _root(leaves: Leaves) -> str:
     return next((root for root in _ROOTS if names and all(name.startswith(root) for name in names)), "")
 
 
-def _slots(source: Leaves, target: Leaves) -> tuple[Transform, ...]:
-    """Finds the conversion between T5X's and Optax's Adafactor slots."""
-    have, want = (
-        {name: tuple(leaf.shape) for name, leaf in side.items() if hasattr(leaf, "shape")} for side in (source, target)
-    )
-    for convert in (t5x_to_optax, optax_to_t5x):
-        found = convert(have, want)
-        if found.renames and not found.problems and found.renames.keys() <= want.keys():
-            return (AdafactorSlots(),)
-    return ()
-
-
 def _completion(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> Transforms:
     """Returns transforms of step, counts and unwanted optimizers."""
     state = _run(transforms, source, target)
-    names = counterparts(state, target, of_any_model=True)
-    last: Transforms = (Rename(tuple((re.escape(old), new) for old, new in names.items())),) if names else ()
+    last = slots_between(state, target)
+    state = _run(last, state, target) if last else state
+    names = rename_counts(state, target)
+    if names:
+        last = (*last, Rename(tuple((re.escape(old), new) for old, new in names.items())))
     dropped = without_place(_run(last, state, target) if last else state, target)
     return (*last, Drop(dropped)) if dropped else last
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from orbax_t5x import on_demand
 from orbax_t5x.lazy import View, as_view, broadcast_to
+from orbax_t5x.optim.factored_state import is_step, optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.moments import is_in_optimizer, rename_counts
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x, shortest_path
 from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of, leaves_of
 from orbax_t5x.rules.pack import RulePack, join_packs
@@ -24,19 +26,19 @@ from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.dequantize import scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
-from orbax_t5x.transforms.prefix import change_between, counterparts
+from orbax_t5x.transforms.prefix import change_between
 
 # The group is of a layer's bias only.
 _BIAS = re.compile(r"(?:.*/)?(?:encoder|decoder)/(layers_\d+/)?relpos_bias/rel_embedding")
-OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
 # What a target without an optimizer has no place for.
 _TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
+_adafactor_slots = on_demand.function("orbax_t5x.transforms.follow.adafactor_slots", "AdafactorSlots")
 _refusal_between = on_demand.function("orbax_t5x.rules.no_pack", "refusal_between")
 
 
 def parameter_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the leaves that are not the optimizer's."""
-    return {name: leaf for name, leaf in leaves.items() if not OPTIMIZER.fullmatch(name)}
+    return {name: leaf for name, leaf in leaves.items() if not is_in_optimizer(name) and not is_step(name)}
 
 
 def packs_between(source: Layout, target: Layout) -> list[RulePack] | None:
@@ -105,6 +107,10 @@ def find_pack(source_leaves: Any, target_leaves: Any) -> RulePack | None:
     if scales_beside(names, names) and not scales_beside(target, target):
         pack = join_packs((*pack.parts, pack_function("scaled_fp8_to_float32")()), ())
         names = pack.apply(views_or_zeros(source), target, Diagnostics())
+    slots = slots_between(names, target)
+    if slots:
+        pack = join_packs((*pack.parts, *slots), (*slots, *pack.inverse().parts) if pack.has_inverse else ())
+        names = pack.apply(views_or_zeros(source), target, Diagnostics())
     dropped = without_place(names, target)
     if dropped:
         drop = Drop(dropped)
@@ -155,12 +161,24 @@ def _same_layout(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePa
         changed = change.applied(source)
         parts, back = change.transforms(source), change.reversed().transforms(changed)
         source = changed
-    renames = counterparts(source, target)
+    renames = rename_counts(source, target)
     if renames:
         # Step and counts may have followed the moments already.
         parts += (Rename(tuple((re.escape(old), new) for old, new in renames.items()), require_match=False),)
         back += (Rename(tuple((re.escape(new), old) for old, new in renames.items()), require_match=False),)
     return join_packs(parts, back) if parts else RulePack((), (), "nothing to map")
+
+
+def slots_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Transform, ...]:
+    """Returns the conversion between T5X's and Optax's Adafactor, if both sides have these."""
+    have, want = (
+        {name: tuple(leaf.shape) for name, leaf in side.items() if hasattr(leaf, "shape")} for side in (source, target)
+    )
+    for convert in (t5x_to_optax, optax_to_t5x):
+        found = convert(have, want)
+        if found.renames and not found.problems and found.renames.keys() <= want.keys():
+            return (_adafactor_slots(),)
+    return ()
 
 
 def without_place(names: Iterable[str], target: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.optim.moments import is_in_optimizer
 from orbax_t5x.rules.graph import pack_to_t5x, shortest_path
 from orbax_t5x.rules.inference import (
-    OPTIMIZER,
     find_pack,
     layout_after,
     layouts_of,
@@ -89,7 +89,7 @@ def _other_depth(source: Mapping[str, Any], target: Mapping[str, Any], seen: Lay
         RepeatLayers(f"(?:.*/)?{tower}/{where or tower}/.*", new[tower], axis=None if where else axis)
         for tower in towers
     ]
-    if all(any(map(OPTIMIZER.fullmatch, side)) for side in (source, target)):
+    if all(any(map(is_in_optimizer, side)) for side in (source, target)):
         transforms = [FollowOptimizer(transform) for transform in transforms]
     fix = Fix.setting("pass {}", transforms=(*first, *transforms, *packs))
     return Problem(

@@ -12,12 +12,12 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from orbax_t5x import on_demand
+from orbax_t5x.optim.moments import SlotNames, SlotTree, is_in_optimizer, rename_counts
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.slots import SlotNames, SlotTree
 from orbax_t5x.transforms.names import Rename
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
@@ -27,33 +27,21 @@ from orbax_t5x.trees.narrow import is_mapping
 _follow_optimizer = on_demand.function("orbax_t5x.transforms.follow.optimizer", "FollowOptimizer")
 
 
-class _StateNames(NamedTuple):
-    """Beginning of the names of the optimizer's state, and name of the step, in one kind of train state."""
-
-    optimizer: str
-    step: str
-
-
-_T5X, _FLAX = _StateNames("state/param_states/", "state/step"), _StateNames("opt_state/", "step")
-# By the prefix of their parameters; the first that a tree has is the model's, since others may be copies of it.
-_ROOTS = {"target/": _T5X, "params/params/": _FLAX, "params/": _FLAX}
+# Prefixes of parameters in train states. The first that a tree has is the model's, since others may be copies of it.
+_ROOTS = ("target/", "params/params/", "params/")
 
 # A parameter as T5X (minimal, scalable, scanned) and MaxText name it.
 _PARAMETER = re.compile(
     r"(?P<prefix>(?:.*?/)??)(?:token_embedder/embedding|(?:encoder|decoder)/"
     r"(?:layers_\d+|layers|encoder|decoder|relpos_bias|side_relpos_bias|encoder_norm|decoder_norm|logits_dense|token_embedder)/.*)"
 )
-_NO_PARAMETER = re.compile(r"(?:.*/)?(?:state/param_states|opt_state|flax_mutables)/.*")
 # A model's names without a prefix, in a tree that has others too.
 _OF_A_MODEL = re.compile(r"(?:token_embedder|encoder|decoder)/.*")
 
 
 def is_no_parameter(name: str) -> bool:
     """Reports whether a name is in the optimizer's state or among Flax's mutables."""
-    # Most names have neither word, which costs less to see than a regex.
-    if "_state" not in name and "flax_mutables" not in name:
-        return False
-    return _NO_PARAMETER.fullmatch(name) is not None
+    return is_in_optimizer(name) or ("flax_mutables/" in name and "flax_mutables" in name.split("/"))
 
 
 def parameter_prefixes(names: Iterable[str]) -> list[str]:
@@ -74,12 +62,6 @@ def model_prefix(names: Iterable[str]) -> str | None:
     if not prefixes:
         return None
     return next((root for root in _ROOTS if root in prefixes), min(prefixes, key=len))
-
-
-def _split_root(prefix: str) -> tuple[str, str]:
-    """Splits a prefix into the train state's path and its parameters' root, which is empty for other trees."""
-    root = next((root for root in _ROOTS if prefix == root or prefix.endswith(f"/{root}")), "")
-    return (prefix.removesuffix(root), root) if root else ("", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +98,7 @@ class PrefixChange:
             found = None if parameter is None else known.param(parameter)
             # T5X's Adafactor has names of its own, which no Optax state has.
             if found is not None and (slot.tree.kind_first or found[0].number == number):
-                tree = SlotTree(found[0], slot.tree.path, slot.tree.kind_first)
+                tree = SlotTree(found[0], slot.tree.path, slot.tree.form)
                 renames[name] = known.slot_name(slot._replace(tree=tree, param=found[1]))
         return renames
 
@@ -144,40 +126,12 @@ def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixC
     return PrefixChange(found[0], new)
 
 
-def counterparts(names: Iterable[str], target_names: Iterable[str], *, of_any_model: bool = False) -> dict[str, str]:
-    """Maps the step and the optimizer's counts to new names, where the target is another kind of train state.
-
-    Args:
-      names: of the state.
-      target_names: of the target, whose model has T5's names.
-      of_any_model: whether it may have others.
-    """
-    names, target = list(names), set(target_names)
-    bare = next((root for root in _ROOTS if any(name.startswith(root) for name in target)), "") if of_any_model else ""
-    outer, root = _split_root(model_prefix(target) or bare)
-    if not root:
-        return {}
-    to = _ROOTS[root]
-    starts = [(start, kind) for start in dict.fromkeys(("", outer)) for kind in (_T5X, _FLAX)]
-    renames: dict[str, str] = {}
-    taken = set(names)
-    for name in names:
-        for start, kind in starts:
-            new = outer + to.step if name == start + kind.step else ""
-            if name.startswith(start + kind.optimizer):
-                new = outer + to.optimizer + name.removeprefix(start + kind.optimizer)
-            if new in target and new not in taken and name not in target:
-                renames[name] = new
-                taken.add(new)
-    return renames
-
-
 def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
     """Moves the model below the target's prefix, and gives the step and counts the target's names."""
     change = change_between(state, target)
     if change is not None:
         state = rename_leaves(state, change.renames(state), f"below {change.new!r}", diagnostics)
-    return rename_leaves(state, counterparts(state, target), "as the target names it", diagnostics)
+    return rename_leaves(state, rename_counts(state, target), "as the target names it", diagnostics)
 
 
 def rename_leaves(state: FlatState, renames: Mapping[str, str], rule: str, diagnostics: Diagnostics) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def test_momentum_follows_and_the_one_mean_over_both_gates_is_reset():
         means = {"m": value + 1, "v_row": value.mean(over), "v_col": value.mean(0), "v": np.zeros(1, np.float32)}
         state.update({f"{slots}/{kind}": mean for kind, mean in means.items()})
     result, diagnostics = run(rules.t5_fused_to_unscanned(), {**FUSED, **state})
-    assert diagnostics.problems == []
+    assert {problem.kind for problem in diagnostics.problems} == {"optimizer"}
     for name, value in APART.items():
         slots = f"state/param_states/{name.removeprefix('target/')}"
         np.testing.assert_array_equal(result[f"{slots}/m"], value + 1)
@@ -43,4 +43,4 @@ def test_momentum_follows_and_the_one_mean_over_both_gates_is_reset():
         for kind in kinds:
             over = (1, 2) if kind == "v_row" else 0
             np.testing.assert_array_equal(result[f"{slots}/{kind}"], value.mean(over))
-    assert any("reset" in warning for warning in diagnostics.warnings)
+    assert all("reset" in problem.message for problem in diagnostics.problems)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Problem
+from orbax_t5x.optim.moments import is_in_optimizer
 from orbax_t5x.restoring.target_leaf import MissingLeaf
 from orbax_t5x.restoring.targets import Target
 from orbax_t5x.transforms import Transform
@@ -20,10 +21,6 @@ from orbax_t5x.transforms import Transform
 Shapes = Mapping[str, tuple[int, ...]]
 
 _NUMBER = re.compile(r"\d[/.]")
-SLOT_WORDS = frozenset({"m", "v", "mu", "nu", "ema", "trace", "momentum", "grad", "acc"})
-"""Optimizers keep a leaf like each parameter under a name with one of these more; it is another quantity."""
-# What the optimizer keeps, in T5X's and Flax's train states.
-_OPTIMIZER = re.compile(r"(?:.*/)?(?:param_states|opt_state)/.*")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +90,7 @@ class UnmatchedLeaves:
     @property
     def optimizer(self) -> bool:
         """True if leaves of an optimizer's state are missing."""
-        return any(map(is_in_optimizer_state, self.wanted))
+        return any(map(is_in_optimizer, self.wanted))
 
     @property
     def unexplained(self) -> bool:
@@ -160,16 +157,6 @@ def as_template(text: str) -> str:
     return text.replace("\\", "\\\\")
 
 
-def is_in_optimizer_state(name: str) -> bool:
-    """Returns True if a name is in the optimizer's state of a train state."""
-    return _OPTIMIZER.fullmatch(name) is not None
-
-
-def is_slot(name: str) -> bool:
-    """Returns True if a name is that of an optimizer's slot or of an average of a parameter."""
-    return is_in_optimizer_state(name) or not SLOT_WORDS.isdisjoint(name.split("/"))
-
-
 def model_leaves(names: Collection[str]) -> list[str]:
     """Returns the names that belong to no optimizer's state; all of them where only such are given."""
-    return [name for name in names if not is_in_optimizer_state(name)] or list(names)
+    return [name for name in names if not is_in_optimizer(name)] or list(names)

@@ -19,14 +19,13 @@ from typing import Any
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
+from orbax_t5x.optim.moments import MOMENT_WORDS, may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import (
-    SLOT_WORDS,
     Explanation,
     Hypothesis,
     Remedy,
     UnmatchedLeaves,
     as_template,
-    is_slot,
     model_leaves,
 )
 from orbax_t5x.restoring.stacked_names import is_layer_word
@@ -67,7 +66,8 @@ class OtherNames(Hypothesis):
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         shapes = unmatched.unfilled_shapes
         missing = model_leaves(shapes)
-        free = {name: value for name, value in unmatched.free.items() if is_slot(name) == is_slot(missing[0])}
+        is_moment = may_be_moment(missing[0])
+        free = {name: value for name, value in unmatched.free.items() if may_be_moment(name) == is_moment}
         # A leaf of a shape that the other side lacks would leave its neighbours open.
         common = {shapes[name] for name in missing}.intersection(tuple(value.shape) for value in free.values())
         wanted = {name: unmatched.target.leaves[name] for name in missing if shapes[name] in common}
@@ -161,7 +161,7 @@ def _differing_parts(theirs: str, ours: str) -> list[Pair] | None:
         one, another = (list(map(int, re.findall(r"\d+", part))) for part in pair)
         if pair[0] == pair[1]:
             continue
-        if not SLOT_WORDS.isdisjoint(pair) or _NUMBER in "".join(pair) or (one and another and one != another):
+        if not MOMENT_WORDS.isdisjoint(pair) or _NUMBER in "".join(pair) or (one and another and one != another):
             return None
         is_numbered = one == another and len(one) == 1
         found.append((re.sub(r"\d+", _NUMBER, pair[0]), re.sub(r"\d+", _NUMBER, pair[1])) if is_numbered else pair)
@@ -250,7 +250,7 @@ def _nearly_equal(one: Words, other: Words) -> bool:
     start = _first_difference(short, long)
     if len(long) - len(short) == 1:
         # A single word, such as `kernel`, is the end of too many names.
-        return len(short) > 1 and short[start:] == long[start + 1 :] and long[start] not in SLOT_WORDS
+        return len(short) > 1 and short[start:] == long[start + 1 :] and long[start] not in MOMENT_WORDS
     return (
         len(long) == len(short) and short[start + 1 :] == long[start + 1 :] and _is_misspelt(short[start], long[start])
     )

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Shapes, UnmatchedLeaves, is_slot
+from orbax_t5x.optim.moments import may_be_moment
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Shapes, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import LEAVE_UNREAD
 from orbax_t5x.restoring.stacked_names import is_layer_word, stacked_part
 from orbax_t5x.text.wording import counted, leaves_text
@@ -72,8 +73,8 @@ class _Tower(NamedTuple):
     def has(self, name: str) -> bool:
         """Reports whether a model's leaf, or a leaf of the optimizer for it, belongs to a layer of one side only."""
         if self.axis is not None:
-            return name.startswith(self.before) or (is_slot(name) and bool(self.in_optimizer.fullmatch(name)))
-        match = _layer_of(name, self.before) or (self.in_optimizer.fullmatch(name) if is_slot(name) else None)
+            return name.startswith(self.before) or (may_be_moment(name) and bool(self.in_optimizer.fullmatch(name)))
+        match = _layer_of(name, self.before) or (self.in_optimizer.fullmatch(name) if may_be_moment(name) else None)
         return match is not None and int(match["i"]) >= min(self.old, self.new)
 
 
@@ -188,7 +189,7 @@ def _layer_shapes(shapes: Shapes) -> dict[str, dict[int, dict[str, tuple[int, ..
     """Returns text before a number -> number -> text after it -> shape, of a model's leaves."""
     found: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
     for name, shape in shapes.items():
-        for match in _NUMBER.finditer(name) if not is_slot(name) else ():
+        for match in _NUMBER.finditer(name) if not may_be_moment(name) else ():
             layers = found.setdefault(name[: match.start()], {})
             layers.setdefault(int(match[0]), {})[name[match.end() :]] = shape
     return found
@@ -210,7 +211,7 @@ def _changes(unmatched: UnmatchedLeaves) -> dict[str, _Change]:
     found: dict[str, _Change] = {}
     for name in unmatched.clashes:
         leaf, value = unmatched.target.leaves[name], unmatched.arrays.get(name)
-        if value is None or leaf.kind == "key" or is_slot(name) or len(value.shape) != len(leaf.shape):
+        if value is None or leaf.kind == "key" or may_be_moment(name) or len(value.shape) != len(leaf.shape):
             continue
         sizes = [
             pair for pair in zip(range(len(leaf.shape)), value.shape, leaf.shape, strict=True) if pair[1] != pair[2]
@@ -222,7 +223,7 @@ def _changes(unmatched: UnmatchedLeaves) -> dict[str, _Change]:
 
 def _stacked_changes(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
     changes = _changes(unmatched)
-    model = [name for name in unmatched.target.leaves if not is_slot(name)]
+    model = [name for name in unmatched.target.leaves if not may_be_moment(name)]
     for change, names in _by_value(changes).items():
         containers = list(dict.fromkeys(stacked_part(name) or "" for name in names))
         is_certain = "" not in containers

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves, is_in_optimizer_state
+from orbax_t5x.optim.moments import SlotNames, is_in_optimizer
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import give_values
 from orbax_t5x.text.wording import leaves_text
 from orbax_t5x.transforms import AdafactorSlots
 
 # A single leaf is no optimizer.
 _LEAST = 2
-# By the words in the names of what an optimizer keeps, the first that fits.
+# By the kinds of moments, the first that fits.
 _OPTIMIZERS = (
     ({"v_row", "v_col"}, "Adafactor's"),
     ({"mu", "nu"}, "Adam's"),
@@ -21,6 +23,7 @@ _OPTIMIZERS = (
     ({"mu"}, "Lion's"),
 )
 _ANEW = Fix.setting("give {} values, which start the optimizer anew", fallback=...)
+_CONVERT_BUNDLE = Fix("put ot.transforms.AdafactorSlots() behind ot.rules.mesh_tf_to_t5x()")
 _CONVERT = Fix("begin the transforms with ot.transforms.AdafactorSlots(), before parameters are renamed")
 
 
@@ -29,12 +32,11 @@ class OtherOptimizer(Hypothesis):
     """A target that has nothing of its optimizer's state from the checkpoint."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        missing = [name for name in unmatched.wanted if is_in_optimizer_state(name)]
-        wanted = [name for name in unmatched.target.leaves if is_in_optimizer_state(name)]
-        if len(missing) < _LEAST or not set(wanted) <= set(unmatched.unfilled):
+        wanted, ours = _optimizer(unmatched.target.leaves)
+        missing = [name for name in unmatched.wanted if name in wanted]
+        if len(missing) < _LEAST or not wanted <= set(unmatched.unfilled):
             return
-        stored = [name for name, value in unmatched.source.items() if value is not None and is_in_optimizer_state(name)]
-        theirs, ours = _optimizer(stored), _optimizer(wanted)
+        stored, theirs = _optimizer({name: value for name, value in unmatched.source.items() if value is not None})
         first = unmatched.wanted[missing[0]]
         ways = [give_values(first) if first.is_barred else _ANEW]
         message = f"the checkpoint has {theirs} state, the target {ours}"
@@ -44,12 +46,15 @@ class OtherOptimizer(Hypothesis):
             message = f"the checkpoint has {theirs} state under other names or in other shapes than the target"
             is_converted = any(isinstance(transform, AdafactorSlots) for transform in unmatched.transforms)
             if theirs == "Adafactor's" and not is_converted:
-                ways.insert(0, _CONVERT)
+                ways.insert(0, _CONVERT_BUNDLE if any("_slot_" in name for name in stored) else _CONVERT)
         message += f": {leaves_text(len(missing))} of the target's optimizer are missing"
         yield Explanation(Problem("missing", None, message, Fix.any_of(*ways)), missing)
 
 
-def _optimizer(names: Iterable[str]) -> str:
-    """Returns the name of the optimizer that keeps leaves of these names, as an owner."""
-    words = {word for name in names for word in name.split("/")}
-    return next((name for kinds, name in _OPTIMIZERS if kinds <= words), "an optimizer's")
+def _optimizer(leaves: Mapping[str, Any]) -> tuple[set[str], str]:
+    """Returns the names of an optimizer's leaves, and the optimizer as their owner."""
+    slots = SlotNames.among(leaves).slots(leaves)
+    names = {name for name in leaves if name in slots or is_in_optimizer(name)}
+    # Slots of parameters that a target lacks are known by their words only.
+    words = {slot.kind for slot in slots.values()} or {word for name in names for word in name.split("/")}
+    return names, next((name for kinds, name in _OPTIMIZERS if kinds <= words), "an optimizer's")

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from orbax_t5x.optim.moments import SlotNames
 from orbax_t5x.rules.alignment.evidence import NAME, RENAMING
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
@@ -16,7 +17,6 @@ from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms import FollowOptimizer, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.slots import SlotNames
 from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
 
 # Open leaves that are printed, folded, and readings of each.

@@ -11,7 +11,7 @@ import numpy as np
 from orbax_t5x.errors import Fix
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape
-from orbax_t5x.optim.factored_state import STEPS, SlotConversion, optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.factored_state import SlotConversion, is_step, optax_to_t5x, t5x_to_optax
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState
@@ -70,7 +70,7 @@ class AdafactorSlots(Transform):
     ) -> dict[str, Any]:
         # The step is also the train state's: it stays, and the caller's other transforms decide about it.
         leaving = (*found.renames.values(), *found.unused)
-        moved = {name for name in leaving if (name not in target or name in found.renames) and name not in STEPS}
+        moved = {name for name in leaving if (name not in target or name in found.renames) and not is_step(name)}
         result = {name: value for name, value in state.items() if name not in moved}
         result.update({to: state[origin] for to, origin in found.renames.items()})
         result.update({name: np.zeros((1,), np.float32) for name in found.placeholders})

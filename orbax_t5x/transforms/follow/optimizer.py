@@ -17,13 +17,22 @@ from typing import Any, NamedTuple
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.optim.factor_rules import FactorDim
+from orbax_t5x.optim.moments import (
+    STANDARD_ROOTS,
+    Slot,
+    SlotNames,
+    SlotTree,
+    StateRoot,
+    by_tree,
+    checked_roots,
+    find_roots,
+    rename_counts,
+)
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.move import MovedLeaves, NewParameter, is_placeholder_for, move_leaves
-from orbax_t5x.transforms.follow.roots import STANDARD_ROOTS, find_roots
-from orbax_t5x.transforms.follow.slots import Slot, SlotNames, SlotTree, StateRoot, by_tree, checked_roots
 from orbax_t5x.transforms.follow.trace import KeptDims, Replay, Symbol, is_symbol, symbol_for, symbols_of
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_table
 from orbax_t5x.transforms.run import run_transforms
@@ -33,7 +42,13 @@ Spec = tuple[str, ...]
 """A factor rule as text: the part of each dimension, "ROW", "COLUMN" or "BATCH"."""
 
 _PARTS = frozenset({"ROW", "COLUMN", "BATCH"})
+_FACTORS = frozenset({"v_row", "v_col"})
+# Adafactor's momentum is a mean of updates, in which the factors are.
+_MOMENTUM = frozenset({"m", "ema"})
 _RESET = "reset: "
+_DROP_FIRST = Fix(
+    "drop the optimizer's leaves first (Drop), or restore into a target and give fallback= values for them"
+)
 _GIVE_ROOTS = Fix("give FollowOptimizer(…, roots=[(root of the parameters, root of their optimizer's state), …])")
 
 
@@ -98,7 +113,7 @@ class FollowOptimizer(Transform):
             _check_clear(leaves, symbols, moved, diagnostics)
         if not slots:
             return moved
-        places = _Places(names, target_names, target_slots, moved, is_given=given is not None)
+        places = _Places(names, target_names, target_slots, target, moved, is_given=given is not None)
         following = _OptimizerMover(self, places, state, slots, target, moved, diagnostics)
         result = {name: following.parameter(value) for name, value in moved.items()}
         for name, value in moved.items():
@@ -140,6 +155,10 @@ def _check_clear(leaves: FlatState, before: FlatState, after: FlatState, diagnos
             )
 
 
+_Position = tuple[str, str]
+"""The path of slots in an optimizer's state, and the form of their names."""
+
+
 class _PlaceOfSlots(NamedTuple):
     """A new parameter's train state and path, and the names that its slots get."""
 
@@ -160,16 +179,18 @@ class _Places:
         names: SlotNames,
         target_names: SlotNames,
         target_slots: Mapping[str, Slot],
+        target: FlatState,
         moved: FlatState,
         *,
         is_given: bool,
     ):
         self.old = names
         self._target = target_names
+        self._target_names = target
         self._wanted = {slot.tree.state for slot in target_slots.values()}
-        self._target_kinds: dict[tuple[str, bool], set[str]] = collections.defaultdict(set)
+        self._target_kinds: dict[_Position, set[str]] = collections.defaultdict(set)
         for slot in target_slots.values():
-            self._target_kinds[slot.tree.path, slot.tree.kind_first].add(slot.kind)
+            self._target_kinds[slot.tree.path, slot.tree.form].add(slot.kind)
         self._own = {} if is_given else self._own_roots(moved)
 
     def _known(self, name: str, old: StateRoot) -> _PlaceOfSlots | None:
@@ -219,14 +240,29 @@ class _Places:
         return _PlaceOfSlots(names, StateRoot("", 0), name[len(root) :].lstrip("/"))
 
     def tree(
-        self, place: _PlaceOfSlots, path: str, kind_first: bool, kinds: Iterable[str], others: Iterable[Any]
-    ) -> SlotTree:
-        """Returns the new tree of slots: the target's tree of these kinds, where it has but one of them."""
-        if place.names is self._target and (path, kind_first) not in self._target_kinds:
-            same = [one for one, has in self._target_kinds.items() if one[1] == kind_first and has.issuperset(kinds)]
-            if len(same) == 1 and same[0] not in others:
-                path = same[0][0]
-        return SlotTree(place.state, path, kind_first)
+        self, place: _PlaceOfSlots, old: SlotTree, kinds: Sequence[str], others: Iterable[_Position]
+    ) -> tuple[SlotTree, Sequence[str]]:
+        """Returns the tree and the kinds of new slots: the target's, if it has a single tree of these kinds."""
+        position = old.path, old.form
+        if place.names is self._target and not self._target_kinds[position].issuperset(kinds):
+            if old.kind_first and all(kind.isdecimal() for kind in kinds):
+                kinds = self._by_fields(place, old.path, kinds)
+            same = [
+                one
+                for one, has in self._target_kinds.items()
+                if one[1].startswith("{kind}") == old.kind_first and has.issuperset(kinds)
+            ]
+            same = [one for one in same if one[0] == old.path] or same
+            if len(same) == 1 and (same[0] not in others or same[0][0] == old.path):
+                position = same[0]
+        return SlotTree(place.state, *position), kinds
+
+    def _by_fields(self, place: _PlaceOfSlots, path: str, kinds: Sequence[str]) -> Sequence[str]:
+        """Returns the names of the fields that the target's record has at these indices."""
+        start = place.names.directory(SlotTree(place.state, path, "")) + "/"
+        below = [name.removeprefix(start).split("/")[0] for name in self._target_names if name.startswith(start)]
+        fields = dict(enumerate(dict.fromkeys(below)))
+        return [fields.get(int(kind), kind) for kind in kinds]
 
 
 class _OptimizerMover:
@@ -260,14 +296,14 @@ class _OptimizerMover:
         self._approximate = {name for name in slots if diagnostics.fidelity.get(name) == "approximate"}
         # How many new parameters each old one is copied to. With several, each will get only a part of the gradient.
         self._copies = collections.Counter(value.leaf.name for value in moved.values() if is_symbol(value))
-        # (path in the optimizer, kind first) -> (state, parameter's path) -> kind -> name
-        self._trees: dict[tuple[str, bool], dict[tuple[StateRoot, str], dict[str, str]]] = collections.defaultdict(dict)
+        # position -> (state, parameter's path) -> kind -> name
+        self._trees: dict[_Position, dict[tuple[StateRoot, str], dict[str, str]]] = collections.defaultdict(dict)
         for tree, params in by_tree(slots).items():
             for param, kinds in params.items():
-                self._trees[tree.path, tree.kind_first][tree.state, param] = kinds
+                self._trees[tree.path, tree.form][tree.state, param] = kinds
         self._not_in_use = self._kinds_not_in_use()
 
-    def _kinds_not_in_use(self) -> dict[tuple[str, bool], frozenset[str]]:
+    def _kinds_not_in_use(self) -> dict[_Position, frozenset[str]]:
         """Returns, for each tree, the kinds of which a parameter has a placeholder."""
         shapes = {self._names.param(name): getattr(value, "shape", None) for name, value in self._state.items()}
         return {
@@ -298,7 +334,8 @@ class _OptimizerMover:
         """Returns the optimizer leaves of a new parameter, by their new names."""
         old = {symbol.name: self._names.param(symbol.name) for symbol in symbols_of(value)}
         result: dict[str, Any] = {}
-        for (tree_path, kind_first), leaves_of in self._trees.items():
+        every: list[tuple[dict[str, str], MovedLeaves]] = []
+        for position, leaves_of in self._trees.items():
             having = {old_name: leaves_of[key] for old_name, key in old.items() if key is not None and key in leaves_of}
             if not having:
                 continue
@@ -310,11 +347,13 @@ class _OptimizerMover:
                 continue
             self._followed.update(names_of_slots)
             kinds = list(dict.fromkeys(kind for kinds in having.values() for kind in kinds))
-            tree = self._places.tree(found, tree_path, kind_first, kinds, self._trees.keys())
-            before = self._names.slot_name(Slot(SlotTree(old_state, tree_path, kind_first), "", ""))
-            after = found.names.slot_name(Slot(tree, "", ""))
-            self._directories[before] = after
-            new = {kind: found.names.slot_name(Slot(tree, kind, found.path)) for kind in kinds}
+            old_tree = SlotTree(old_state, *position)
+            tree, new_kinds = self._places.tree(found, old_tree, kinds, self._trees.keys())
+            self._directories[self._names.directory(old_tree)] = found.names.directory(tree)
+            new = {
+                kind: found.names.slot_name(Slot(tree, named, found.path))
+                for kind, named in zip(kinds, new_kinds, strict=True)
+            }
             if all(set(having.get(old_name, ())) == set(kinds) for old_name in old):
                 lost = self._lost_kinds(having)
                 new_param = NewParameter(
@@ -326,8 +365,8 @@ class _OptimizerMover:
                         for old_name, slots in having.items()
                     },
                     self._wanted(name, value, new),
-                    kind_first,
-                    self._not_in_use[tree_path, kind_first],
+                    tree.kind_first,
+                    self._not_in_use[position],
                     frozenset(
                         (old_name, kind)
                         for old_name, slots in having.items()
@@ -341,6 +380,11 @@ class _OptimizerMover:
                 moved.reset.update(lost)
             else:
                 moved = MovedLeaves(reset=dict.fromkeys(kinds, "not all of its parameters have this state"))
+            every.append((new, moved))
+        is_factored_anew = any(_FACTORS & (moved.approximate | moved.reset.keys()) for _, moved in every)
+        for new, moved in every:
+            if is_factored_anew:
+                moved.approximate.update(_MOMENTUM & moved.leaves.keys())
             result.update((new[kind], leaf) for kind, leaf in moved.leaves.items())
             self._record(name, new, moved)
         return result
@@ -384,19 +428,7 @@ class _OptimizerMover:
 
     def with_counts(self, result: dict[str, Any]) -> dict[str, Any]:
         """Returns a state in which step and counts are where the target has them, beside slots that moved there."""
-        renames: dict[str, str] = {}
-        for before, after in self._directories.items():
-            for name in result if before != after else ():
-                new = after + name.removeprefix(before)
-                if name.startswith(f"{before}/") and new in self._target and new not in result:
-                    renames[name] = new
-        steps = [
-            [name for name in names if name.rpartition("/")[2] == "step" and name not in self._slots]
-            for names in (result, self._target)
-        ]
-        if renames and all(len(names) == 1 for names in steps) and steps[1][0] not in result:
-            renames[steps[0][0]] = steps[1][0]
-        renames = {old: new for old, new in renames.items() if old not in self._target}
+        renames = rename_counts(result, self._target, self._directories)
         rule = "with its optimizer's leaves"
         self._diagnostics.record_origins({new: (old, rule) for old, new in renames.items()})
         return {renames.get(name, name): value for name, value in result.items()}
@@ -415,6 +447,8 @@ class _OptimizerMover:
             )
         for reason, names in self._reset.items():
             count = f"{len(names)} optimizer leaves are" if len(names) > 1 else "one optimizer leaf is"
-            self._diagnostics.warnings.append(
-                f"FollowOptimizer: {count} reset ({reason}): {listed(map(repr, names), 1)}; give them by fallback="
-            )
+            text = f"FollowOptimizer: {count} reset ({reason}): {listed(map(repr, names), 1)}"
+            if self._target or self._diagnostics.allows_unmapped:
+                self._diagnostics.warnings.append(f"{text}; give them by fallback=")
+            else:
+                self._diagnostics.problem("optimizer", None, text, _DROP_FIRST)

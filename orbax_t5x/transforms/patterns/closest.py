@@ -12,6 +12,8 @@ import heapq
 import re
 from collections.abc import Iterable
 
+from orbax_t5x.optim.moments import may_be_moment
+
 # difflib compares this many at most; more have never changed the best three, and cost linearly.
 _COMPARED = 32
 # Names looked at for shared parts; beyond it only the first ones count.
@@ -19,17 +21,10 @@ _LOOKED_AT = 20_000
 _CUTOFF = 0.5
 
 _PART = re.compile(r"[A-Za-z]+|\d+")
-# What an optimizer keeps is close to nothing but itself, although its names hold those of its parameters.
-_OF_OPTIMIZER = re.compile(r"(?:.*/)?(?:param_states|opt_state|mu|nu|trace|ema)/.*")
 
 
 def _name_parts(name: str) -> frozenset[str]:
     return frozenset(_PART.findall(name))
-
-
-def is_optimizer_leaf(name: str) -> bool:
-    """Returns True if a name is of what an optimizer keeps."""
-    return _OF_OPTIMIZER.fullmatch(name) is not None
 
 
 class ClosestNames:
@@ -44,7 +39,7 @@ class ClosestNames:
 
     @functools.cached_property
     def _of_models(self) -> list[tuple[str, frozenset[str]]]:
-        return [candidate for candidate in self._candidates if not is_optimizer_leaf(candidate[0])]
+        return [candidate for candidate in self._candidates if not may_be_moment(candidate[0])]
 
     def to(self, name: str, count: int = 3) -> list[str]:
         """Returns at most `count` names that are most like `name`, which may be a pattern; best first."""
@@ -52,7 +47,7 @@ class ClosestNames:
         plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", name)
         plain = re.sub(r"\\[a-zA-Z]|[\\^$|?*+(){}\[\]]|\.(?=\*)", "", plain)
         wanted = _name_parts(plain)
-        candidates = self._candidates if is_optimizer_leaf(name) else self._of_models
+        candidates = self._candidates if may_be_moment(name) else self._of_models
 
         def rank(candidate: tuple[str, frozenset[str]]) -> tuple[int, int, int]:
             shared = len(wanted & candidate[1])

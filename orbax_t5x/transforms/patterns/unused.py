@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orbax_t5x.errors import Fix
+from orbax_t5x.optim.moments import is_in_optimizer
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.closest import ClosestNames, is_optimizer_leaf
+from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.patterns.table import Pattern, RuleTable, pattern_text
 
 # A table of hundreds of forgotten rules is scanned for the cause of the first few only.
@@ -57,7 +58,7 @@ def note_unused(
             continue
         near = closest.to(text) if regex is not None else []
         shown = (
-            f"; the names are such as {sorted(names, key=is_optimizer_leaf)[:_SHOWN_NAMES]}"
+            f"; the names are such as {sorted(names, key=is_in_optimizer)[:_SHOWN_NAMES]}"
             if names
             else "; there are none"
         )

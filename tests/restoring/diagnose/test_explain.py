@@ -119,4 +119,4 @@ def test_a_misspelt_name_is_explained_without_packs_and_alignment(tmp_path):
     assert done.returncode == 0, done.stderr
     loaded = {name.removeprefix("orbax_t5x.") for name in done.stdout.split()}
     table = {f"rules.{name}" for name in ("graph", "inference", "layouts", "pack")}
-    assert loaded == table | {"transforms.follow.roots", "transforms.follow.slots"}
+    assert loaded == table

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from orbax_t5x import transforms as tr
+from orbax_t5x.optim.moments import SlotNames
 from orbax_t5x.testing.transform_suite import run
-from orbax_t5x.transforms.follow.slots import SlotNames
 from tests.support.followed_networks import state
 
 pytestmark = pytest.mark.slow

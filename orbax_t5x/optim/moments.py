@@ -1,0 +1,514 @@
+"""Finds an optimizer's moments by structure.
+
+A container of an optimizer's state is known by a word in its path, or by names of moments above copies of a tree. Its
+parameters are the tree that most of its leaves repeat: name by name, with the shape or with some of the dimensions. A
+leaf belongs to a parameter where it is in a tree of the parameters' names: `0/mu/<path>`, `0/mu/params/<path>`,
+`inner_states/a/inner_state/0/trace/<path>`, `<path>/v_row`, and in bundles `<path>_slot_vr`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+STANDARD_ROOTS = (("target", "state/param_states"), ("params", "opt_state"))
+"""Pairs of roots, of parameters and optimizer, in T5X's and Flax's train states, for names that are new."""
+SLOT_MAP: dict[str, str] = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
+"""Adafactor's slots in T5X by the ends of their names in Mesh TensorFlow."""
+KIND_FIRST, KIND_LAST, GLUED = "{kind}/{param}", "{param}/{kind}", "{param}_slot"
+"""Forms of a slot's name: Optax's, T5X's and Mesh TensorFlow's."""
+_INNER = "params"
+_KIND_FIRST_INNER = f"{{kind}}/{_INNER}/{{param}}"
+
+_CONTAINER = re.compile(
+    r"(?:.*?/)??(?:(?:.*_)?opt_states?|(?:.*/)?state/param_states|param_states|(?:.*_)?(?:optimizer|optim)_states?)(?=/)"
+)
+# As attributes of a trainer. Below `target` and `params` they are modules.
+_WRAPPER = re.compile(r"(?!(?:[^/]+/)?(?:target|params)/)(?:.*?/)??(?:.*_)?(?:optimizer|optim|opt)(?=/)")
+_GLUED_NAME = re.compile(rf"(.+)({'|'.join(SLOT_MAP)})")
+# Kinds of a state that is in no container: several side by side, or one beside a count.
+_KINDS = (("mu", "nu"), ("exp_avg", "exp_avg_sq"), ("v_row", "v_col"))
+_LONE_KINDS = ("mu", "trace", "momentum", "ema")
+MOMENT_WORDS = frozenset({"m", "v", "mu", "nu", "ema", "trace", "momentum", "grad", "acc"})
+_KIND_HINT = re.compile("mu/|nu/|exp_avg|v_row/|v_col/|trace/|momentum/|ema/")
+_KIND_WORD = re.compile(r"(.*?)/?\b(mu|nu|exp_avg|exp_avg_sq|v_row|v_col|trace|momentum|ema)/.*")
+_IN_CHAIN = re.compile(r"(/?(\d+|inner_state|inner_states/[^/]+))+$")
+# A container of which fewer leaves (one of so many) are like parameters is no optimizer's.
+_LEAST_SHARE = 4
+_USUAL = ("target", "params", "model")
+
+Roots = tuple[tuple[str, str], ...]
+
+
+class StateRoot(NamedTuple):
+    """A train state: its source's name with '/', or '', and the index of its pair of roots."""
+
+    source: str
+    number: int
+
+
+class SlotTree(NamedTuple):
+    """A path in an optimizer's state with slots of parameters, and the form of their names."""
+
+    state: StateRoot
+    path: str
+    form: str
+
+    @property
+    def kind_first(self) -> bool:
+        """True for Optax's names."""
+        return self.form.startswith(KIND_FIRST[:6])
+
+
+class Slot(NamedTuple):
+    """The optimizer's leaf of a kind ("mu", "v_row", …) for one parameter."""
+
+    tree: SlotTree
+    kind: str
+    param: str
+
+
+class FoundRoots(NamedTuple):
+    """Pairs of roots, and the candidates of containers with several."""
+
+    pairs: Roots
+    unclear: Mapping[str, tuple[str, ...]]
+
+
+def is_in_optimizer(name: str) -> bool:
+    """Reports whether a name alone shows a leaf of an optimizer's state."""
+    # Most names have neither word, which costs less to see than a regex.
+    return ("_state" in name and _CONTAINER.match(name) is not None) or (
+        "_slot_" in name and _GLUED_NAME.fullmatch(name) is not None
+    )
+
+
+def may_be_moment(name: str) -> bool:
+    """Reports whether a name may be of a moment or an average of a parameter, which is another quantity."""
+    return is_in_optimizer(name) or not MOMENT_WORDS.isdisjoint(name.split("/"))
+
+
+def _container_of(name: str) -> str | None:
+    if "opt" not in name and "param_states" not in name:
+        return None
+    found = _CONTAINER.match(name) or _WRAPPER.match(name)
+    return None if found is None else found[0]
+
+
+def find_roots(leaves: Mapping[str, Any]) -> FoundRoots:
+    """Finds the parameters of each optimizer's state; of leaves that are None only the names count."""
+    named, bare = _by_container(leaves)
+    found = _roots_of(named, leaves)
+    if found.pairs:
+        return found
+    # Modules may be called as moments are: what is a tree of parameters itself is no container.
+    roots: set[str] = set()
+    for path, names in sorted(_of_moments(bare).items(), key=lambda item: -len(item[1])):
+        if not any(path == root or _is_below(path, root) or _is_below(root, path) for root in roots):
+            named[path] = names
+            roots.update(root for root, _ in _roots_of({path: names}, leaves).pairs)
+    return _roots_of(named, leaves)
+
+
+def find_containers(leaves: Mapping[str, Any]) -> list[str]:
+    """Lists the innermost containers of optimizers' states."""
+    named, bare = _by_container(leaves)
+    paths = list(named or _of_moments(bare))
+    return [path for path in paths if not any(_is_below(other, path) for other in paths)]
+
+
+def _by_container(leaves: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Splits leaves into those of containers, by a word in their paths, and others."""
+    containers: dict[str, list[str]] = collections.defaultdict(list)
+    bare: list[str] = []
+    for name in leaves:
+        container = _container_of(name)
+        (bare if container is None else containers[container]).append(name)
+    return containers, bare
+
+
+def _roots_of(containers: Mapping[str, list[str]], leaves: Mapping[str, Any]) -> FoundRoots:
+    if not containers:
+        return FoundRoots((), {})
+    inside = {name for found in containers.values() for name in found}
+    # A container is not a container where parameters are in it, as in Flax's old train states.
+    params = [name for name in leaves if name not in inside or _is_standard_parameter(name)]
+    by_ending = _by_ending(params)
+    states: dict[str, list[str]] = {}
+    unclear: dict[str, tuple[str, ...]] = {}
+    for container, names in containers.items():
+        found = _parameters_of(container, names, leaves, by_ending)
+        if len(found) == 1:
+            states.setdefault(found[0], []).append(container)
+        elif found:
+            unclear[container] = tuple(found)
+    pairs = [(root, os.path.commonpath(found) if len(found) > 1 else found[0]) for root, found in states.items()]
+    # The longest root of parameters is the nearest to a name.
+    return FoundRoots(tuple(sorted(pairs, key=lambda pair: -len(pair[0]))), unclear)
+
+
+def _is_standard_parameter(name: str) -> bool:
+    """Reports whether a name is below a usual root, or below a state's name and this."""
+    return any(part in ("target", "params") for part in name.split("/", 2)[:2])
+
+
+def _of_moments(names: Sequence[str]) -> dict[str, list[str]]:
+    """Lists the leaves of directories with moments by their names."""
+    kinds: dict[str, set[str]] = collections.defaultdict(set)
+    for name in names:
+        # The words cost less to find than the pattern.
+        if _KIND_HINT.search(name) and not _is_standard_parameter(name) and (found := _KIND_WORD.fullmatch(name)):
+            kinds[found[1]].add(found[2])
+    every = set(names)
+    kind_first = [
+        path
+        for path, seen in kinds.items()
+        if any(seen.issuperset(pair) for pair in _KINDS)
+        or (path and f"{path}/count" in every and not seen.isdisjoint(_LONE_KINDS))
+    ]
+    factored = [name.removesuffix("/v_row") for name in names if name.endswith("/v_row")]
+    factored = [path for path in factored if f"{path}/v_col" in every and not _is_standard_parameter(path)]
+    by_ending = _by_ending(names) if factored else {}
+    above: dict[str, None] = {}
+    for path in factored:
+        starts = [0, *(at + 1 for at, sign in enumerate(path) if sign == "/")]
+        above |= dict.fromkeys([path[: max(at - 1, 0)] for at in starts if path[at:] in by_ending][:1])
+    # The other states of a chain belong to the same container.
+    paths = dict.fromkeys(_IN_CHAIN.sub("", path) or path for path in (*kind_first, *filter(None, above)))
+    return {path: [name for name in names if name.startswith(f"{path}/" if path else "")] for path in paths}
+
+
+def _by_ending(params: Iterable[str]) -> dict[str, list[str]]:
+    """Maps each ending of the parameters' names to the roots before it."""
+    endings: dict[str, list[str]] = collections.defaultdict(list)
+    for name in params:
+        at = 0
+        while at >= 0:
+            endings[name[at:]].append(name[: max(at - 1, 0)])
+            at = name.find("/", at) + 1 or -1
+    return endings
+
+
+def _parameters_of(
+    container: str, names: Iterable[str], leaves: Mapping[str, Any], by_ending: Mapping[str, list[str]]
+) -> list[str]:
+    """Lists the roots of the trees that most leaves of a container repeat."""
+    votes: collections.Counter[str] = collections.Counter()
+    rests = {name: name[len(container) :].strip("/").split("/") for name in names}
+    for name, rest in rests.items():
+        shape = getattr(leaves[name], "shape", None)
+        votes.update(
+            root for stop in (len(rest), len(rest) - 1) for root in _longest(rest[:stop], shape, leaves, by_ending)
+        )
+    best = max(votes.values(), default=0)
+    if _LEAST_SHARE * best < len(rests):
+        return []
+    found = [root for root, count in votes.items() if count == best]
+    # What is inside a root is found as well, below a longer root.
+    found = [one for one in found if not any(_is_below(one, other) for other in found)]
+
+    def nearness(root: str) -> tuple[int, bool]:
+        pairs = enumerate(zip(root, container, strict=False))
+        shared = next((at for at, pair in pairs if len(set(pair)) > 1), len(root))
+        return shared, root.rpartition("/")[2] in _USUAL
+
+    nearest = max(map(nearness, found), default=None)
+    return sorted(root for root in found if nearness(root) == nearest)
+
+
+def _longest(parts: list[str], shape: Any, leaves: Mapping[str, Any], by_ending: Mapping[str, list[str]]) -> set[str]:
+    """Returns the roots of the parameters of the longest ending that has some."""
+    for start in range(len(parts)):
+        end = "/".join(parts[start:])
+        roots = {root for root in by_ending.get(end, ()) if _fits(shape, leaves, f"{root}/{end}".strip("/"))}
+        if roots:
+            return roots
+    return set()
+
+
+def _is_below(root: str, other: str) -> bool:
+    return root != other and (not other or root.startswith(f"{other}/"))
+
+
+def _fits(shape: Any, leaves: Mapping[str, Any], param: str) -> bool:
+    """Reports whether an optimizer's leaf has dimensions of a parameter.
+
+    A number shows nothing beside an array: counts and hyperparameters may have a parameter's name.
+    """
+    of_param = getattr(leaves[param], "shape", None)
+    if shape is None or of_param is None:
+        return True
+    return bool(shape or not of_param) and not collections.Counter(shape) - collections.Counter((*of_param, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotNames:
+    """Finder of parameters and slots among names, and of the names of slots.
+
+    Attributes:
+      roots: pairs (root of parameters, root of the optimizer's state).
+    """
+
+    roots: Sequence[tuple[str, str]] = STANDARD_ROOTS
+
+    @classmethod
+    def among(cls, leaves: Mapping[str, Any]) -> SlotNames:
+        """Finds the roots of leaves by structure; the standard roots are for names that are new."""
+        standard = cls()
+        found = [pair for pair in find_roots(leaves).pairs if pair not in STANDARD_ROOTS and any(pair)]
+        # Standard roots below a source's name are the same pair for every source.
+        found = [pair for pair in found if not standard._have(*pair)]
+        is_bundle = any(_base_of(name) in leaves for name in leaves if "_slot_" in name)
+        return cls((*found, *STANDARD_ROOTS, *((("", ""),) if is_bundle else ())))
+
+    def _have(self, params: str, state: str) -> bool:
+        found = [self._split(f"{root}/-", side) for side, root in enumerate((params, state))]
+        return all(one is not None and one[1] == "-" for one in found) and found[0] == found[1]
+
+    def _split(self, name: str, side: int) -> tuple[StateRoot, str] | None:
+        """Splits a name into its train state and its path below the root of a side (0: parameters, 1: state)."""
+        for source in ("", name.split("/", 1)[0] + "/"):
+            for number, root in enumerate(self.roots):
+                start = f"{source}{root[side]}/" if root[side] else source
+                # In a bundle slots are beside parameters, and found by their names' ends.
+                is_apart = any(root) or (side == 0 and not source)
+                if is_apart and name.startswith(start) and len(name) > len(start):
+                    if not _is_of(name, source, root, 1 - side):
+                        return StateRoot(source, number), name[len(start) :]
+        return None
+
+    def param(self, name: str) -> tuple[StateRoot, str] | None:
+        """Returns the state and the path of a parameter; None for other names."""
+        return self._split(name, 0)
+
+    def param_name(self, slot: Slot) -> str:
+        """Returns the name of a slot's parameter."""
+        state = slot.tree.state
+        return "/".join(filter(None, (state.source + self.roots[state.number][0], slot.param)))
+
+    def directory(self, tree: SlotTree) -> str:
+        """Returns the path of a tree of slots."""
+        return "/".join(filter(None, (tree.state.source + self.roots[tree.state.number][1], tree.path)))
+
+    def slot_name(self, slot: Slot) -> str:
+        """Returns the name of an optimizer leaf."""
+        if slot.tree.form == GLUED:
+            return slot.param + next((end for end, kind in SLOT_MAP.items() if kind == slot.kind), f"_slot_{slot.kind}")
+        rest = slot.tree.form.format(kind=slot.kind, param=slot.param).strip("/")
+        return "/".join(filter(None, (self.directory(slot.tree), rest)))
+
+    def slots(self, leaves: Mapping[str, Any]) -> dict[str, Slot]:
+        """Returns the slots among leaves, by name; of a leaf that is None only the name counts."""
+        result = dict(self._glued(leaves))
+        params: dict[StateRoot, dict[str, Any]] = {}
+        for name, value in leaves.items():
+            found = self.param(name) if name not in result else None
+            if found is not None:
+                params.setdefault(found[0], {})[found[1]] = value
+        states = {state: _StateSlots(state, of_state) for state, of_state in params.items()}
+        for name, value in leaves.items():
+            found = self._split(name, 1)
+            if found is not None and found[0] in states:
+                states[found[0]].add(name, found[1].split("/"), value)
+        for state, slots in states.items():
+            result.update(slots.found(is_t5x=self.roots[state.number][1].endswith("param_states")))
+        return result
+
+    def _glued(self, leaves: Mapping[str, Any]) -> Iterator[tuple[str, Slot]]:
+        """Yields the slots of a bundle."""
+        for name in leaves if ("", "") in self.roots else ():
+            base = _base_of(name)
+            if base in leaves:
+                tree = SlotTree(StateRoot("", self.roots.index(("", ""))), "", GLUED)
+                yield name, Slot(tree, SLOT_MAP[name[len(base) :]], base)
+
+
+def _base_of(name: str) -> str:
+    """Returns the parameter of a bundle's slot, or an empty text."""
+    found = _GLUED_NAME.fullmatch(name) if "_slot_" in name else None
+    return "" if found is None else found[1]
+
+
+class _SlotReading(NamedTuple):
+    """A leaf as a slot. `is_scalar`: a number for an array; `fits`: its dimensions are some of its parameter's."""
+
+    slot: Slot
+    is_number: bool
+    is_scalar: bool
+    fits: bool
+
+
+class _StateSlots:
+    """Finder of the slots of one train state by the structure of its optimizer's state.
+
+    Slots form trees: below `<path>/<kind>/` are the names of parameters (of all kinds of one path together), or below
+    `<path>/` are the names of parameters with a kind each. The tree that takes most leaves counts first, and no other
+    tree has leaves inside it or around it. So `0/count` is no slot of a parameter `0`, nor `0/mu/nu` one of `mu`.
+    """
+
+    def __init__(self, state: StateRoot, params: Mapping[str, Any]):
+        self._state = state
+        self._params = {path: _shape_and_dtype(value) for path, value in params.items()}
+        self._paths: dict[str, str] = {}
+        self._sizes: collections.Counter[str] = collections.Counter()
+        # tree -> the directory with names of parameters -> name -> reading
+        self._trees: dict[SlotTree, dict[str, dict[str, _SlotReading]]] = {}
+
+    def add(self, name: str, parts: Sequence[str], value: Any) -> None:
+        """Adds a leaf of the optimizer, by the parts of its path."""
+        leaf = _shape_and_dtype(value)
+        self._paths[name] = "/".join(parts)
+        self._sizes.update("/".join(parts[:end]) for end in range(len(parts)))
+        for start in range(len(parts)):
+            above, param = list(parts[:start]), "/".join(parts[start:])
+            form = KIND_FIRST
+            if len(above) > 1 and above[-1] == _INNER and not above[-2].isdecimal():
+                form = _KIND_FIRST_INNER
+                above.pop()
+            tree = SlotTree(self._state, "/".join(above[:-1]), form)
+            self._read(name, Slot(tree, above[-1] if above else "", param), "/".join(parts[:start]), leaf)
+            directory = "/".join(parts[:start])
+            tree = SlotTree(self._state, directory, KIND_LAST)
+            self._read(name, Slot(tree, parts[-1], "/".join(parts[start:-1])), directory, leaf)
+
+    def _read(self, name: str, slot: Slot, directory: str, leaf: _ShapeAndDtype | None) -> None:
+        if slot.param not in self._params:
+            return
+        param = self._params[slot.param]
+        is_number = leaf is not None and leaf.shape == ()
+        is_scalar, fits = False, True
+        if leaf is not None and param is not None:
+            if is_number and leaf.dtype.kind in "biu" and param.dtype.kind not in "biu":
+                return  # a counter
+            is_scalar = is_number and param.shape != ()
+            # Factored moments have some of the dimensions.
+            dims = collections.Counter(leaf.shape) - collections.Counter((*param.shape, 1))
+            fits = not is_scalar and not dims
+        if not is_scalar or slot.tree.kind_first:
+            self._trees.setdefault(slot.tree, {}).setdefault(directory, {})[name] = _SlotReading(
+                slot, is_number, is_scalar, fits
+            )
+
+    def found(self, *, is_t5x: bool) -> dict[str, Slot]:
+        """Returns the slots by name."""
+
+        def order(tree: SlotTree) -> tuple[Any, ...]:
+            fitting = sum(reading.fits for readings in self._trees[tree].values() for reading in readings.values())
+            others = sum(self._sizes[directory] - len(readings) for directory, readings in self._trees[tree].items())
+            is_usual = not (tree.kind_first or tree.path) if is_t5x else tree.kind_first
+            return -fitting, others, not is_usual
+
+        result: dict[str, Slot] = {}
+        taken: set[str] = set()
+        for tree in sorted(self._trees, key=order):
+            free = {
+                path: {
+                    name: one
+                    for name, one in readings.items()
+                    if name not in result and not _is_inside(self._paths[name], taken)
+                }
+                for path, readings in self._trees[tree].items()
+                if is_t5x or not any(_is_inside(one, {path}) for one in taken)
+            }
+            # A scalar belongs to an array only beside other state of the same array, as in Novograd.
+            arrays = {one.slot.param for found in free.values() for one in found.values() if not one.is_scalar}
+            slots = {
+                name: reading.slot
+                for found in free.values()
+                for name, reading in found.items()
+                if reading.slot.param in arrays
+            }
+            # Hyperparameters may have the name of a parameter that is a number.
+            only_numbers = all(one.is_number for found in free.values() for one in found.values())
+            if slots and (not only_numbers or arrays == self._params.keys()):
+                result.update(slots)
+                taken.update(path for path in free if path)
+        return result
+
+
+class _ShapeAndDtype(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def _shape_and_dtype(value: Any) -> _ShapeAndDtype | None:
+    """Returns the shape and dtype of an array or number; None for other values."""
+    if isinstance(value, bool | int | float | complex):
+        value = np.asarray(value)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    try:
+        return None if shape is None or dtype is None else _ShapeAndDtype(tuple(shape), np.dtype(dtype))
+    except TypeError:  # a typed PRNG key
+        return None
+
+
+def _is_inside(path: str, directories: set[str]) -> bool:
+    """Tests whether a path is one of some directories or inside one of them."""
+    return any(not one or path == one or path.startswith(f"{one}/") for one in directories)
+
+
+def _is_of(name: str, source: str, root: tuple[str, str], side: int) -> bool:
+    """Reports whether a name is below the root of a side, where this is inside the other's."""
+    outer = root[1 - side]
+    inside = root[side] != outer and (not outer or root[side].startswith(f"{outer}/"))
+    return inside and name.startswith(f"{source}{root[side]}/")
+
+
+def by_tree(slots: Mapping[str, Slot]) -> dict[SlotTree, dict[str, dict[str, str]]]:
+    """Groups slots: tree -> parameter -> kind -> name."""
+    trees: dict[SlotTree, dict[str, dict[str, str]]] = {}
+    for name, slot in slots.items():
+        trees.setdefault(slot.tree, {}).setdefault(slot.param, {})[slot.kind] = name
+    return trees
+
+
+def checked_roots(roots: Iterable[Sequence[str]]) -> Roots:
+    """Pairs of names without slashes at their ends."""
+    return tuple((re.sub("/+$", "", params), re.sub("/+$", "", state)) for params, state in roots)
+
+
+def rename_counts(
+    state: Mapping[str, Any], target: Mapping[str, Any], directories: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Maps step and counts to the target's names, by their roles.
+
+    `directories` of the optimizer's state and their new names; None if each side has a single container.
+    """
+    if directories is None:
+        found, wanted_containers = (find_containers(side) for side in (state, target))
+        # Moments that followed are in the target's container already.
+        found = [path for path in found if path not in wanted_containers]
+        directories = {found[0]: wanted_containers[0]} if len(found) == len(wanted_containers) == 1 else {}
+    wanted = {_plain(name): name for name in target}
+    have = {_plain(name) for name in state}
+    renames: dict[str, str] = {}
+
+    def rename(name: str, new: str) -> None:
+        if _plain(name) not in wanted and new in wanted and new not in have:
+            renames[name] = wanted[new]
+            have.add(new)
+
+    chains = {
+        before.removesuffix(tail[0]): after.removesuffix(tail[0])
+        for before, after in directories.items()
+        if (tail := _IN_CHAIN.search(before)) and after.endswith(tail[0])
+    }
+    for before, after in {**directories, **chains}.items():
+        for name in state if before and after and before != after else ():
+            if name.startswith(f"{before}/") and name not in renames:
+                rename(name, after + _plain(name).removeprefix(before))
+    steps = [[name for name in side if _plain(name).rpartition("/")[2] == "step"] for side in (state, target)]
+    if all(len(names) == 1 for names in steps):
+        rename(steps[0][0], _plain(steps[1][0]))
+    return renames
+
+
+def _plain(name: str) -> str:
+    """Returns a name without the end that stock Orbax gives variables of NNX."""
+    return name.removesuffix("/value")

@@ -1,0 +1,240 @@
+"""Optimizers' states are found by structure: states of real libraries whose every leaf tells what it is of."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import orbax_t5x as ot
+from orbax_t5x import transforms as tr
+from orbax_t5x.optim.moments import find_roots
+from orbax_t5x.optimizers import OptaxWrapper
+from orbax_t5x.testing.transform_suite import run
+from orbax_t5x.train_state import FlaxOptimTrainState
+from orbax_t5x.trees.flat import unflatten
+from orbax_t5x.trees.named_leaves import named_leaves
+
+pytestmark = pytest.mark.slow
+
+PLAIN = {
+    "tok/w": (30, 8),
+    "enc/0/up/w": (8, 12),
+    "enc/0/down/w": (12, 8),
+    "enc/1/up/w": (8, 12),
+    "enc/1/down/w": (12, 8),
+    "norm/s": (8,),
+}
+STACKED = {"tok/w": (30, 8), "layers/up/w": (3, 8, 12), "layers/down/w": (3, 12, 8), "layers/s": (3, 8)}
+# Modules that are called as moments and counts are.
+WORDS = {"mu/w": (8, 8), "nu/w": (8, 8), "count": (8,), "v/w": (8, 8)}
+RENAMINGS = [
+    (PLAIN, {}),
+    (PLAIN, {r"enc/(\d+)/(up|down)/w": r"blk/\1/\2/kernel"}),
+    (PLAIN, {"enc/0/(.*)": r"enc/1/\1", "enc/1/(.*)": r"enc/0/\1"}),
+    (STACKED, {"layers/(.*)": r"body/\1", "tok/w": "e/w"}),
+    (WORDS, {"mu/w": "nu/w", "nu/w": "mu/w"}),
+    (WORDS, {"v/w": "mu/w", "mu/w": "nu/w", "nu/w": "v/w"}),
+]
+
+
+def labels(params):
+    return jax.tree.map(lambda leaf: "ab"[np.ndim(leaf) % 2], params)
+
+
+OPTIMIZERS = {
+    "adam": lambda: optax.adam(1e-3),
+    "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1, 0, 9))),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9),
+    "masked": lambda: optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
+    "several": lambda: optax.multi_transform({"a": optax.adam(1e-3), "b": optax.sgd(1e-3, momentum=0.9)}, labels),
+}
+
+
+def with_keys(tree, convert):
+    if not isinstance(tree, dict):
+        return tree
+    return convert({name: with_keys(child, convert) for name, child in tree.items()})
+
+
+def as_lists(tree):
+    return [tree[str(i)] for i in range(len(tree))] if tree and all(key.isdigit() for key in tree) else tree
+
+
+def int_keys(tree):
+    return {int(key) if key.isdigit() else key: child for key, child in tree.items()}
+
+
+def module(tree):
+    made = nnx.Module()
+    for key, child in tree.items():
+        setattr(
+            made, f"x{key}" if key.isdigit() else key, module(child) if isinstance(child, dict) else nnx.Param(child)
+        )
+    return made
+
+
+def linen(params, tx):
+    return TrainState.create(apply_fn=None, params=params, tx=tx).replace(step=jnp.int32(0))
+
+
+def with_nnx(params, tx):
+    model = module(params)
+    return nnx.state({"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)})
+
+
+# How a state is made, the root of its parameters, and the end of its names in a file.
+STATES = {
+    "linen": (linen, "params/", ""),
+    "linen of lists": (lambda params, tx: linen(with_keys(params, as_lists), tx), "params/", ""),
+    "linen of numbers": (lambda params, tx: linen(with_keys(params, int_keys), tx), "params/", ""),
+    "maxtext": (lambda params, tx: linen({"params": params}, tx), "params/params/", ""),
+    "t5x": (lambda params, tx: FlaxOptimTrainState.create(OptaxWrapper(tx), {"params": params}), "target/", ""),
+    "optax": (lambda params, tx: {"weights": params, "opt": tx.init(params)}, "weights/", ""),
+    "wrapped": (
+        lambda params, tx: {"model": params, "optimizer": {"state": tx.init(params), "step": jnp.int32(0)}},
+        "model/",
+        "",
+    ),
+    "no word": (lambda params, tx: {"net": params, "training": tx.init(params), "step": jnp.int32(0)}, "net/", ""),
+    "params inside": (lambda params, tx: {"w": params, "opt_state": tx.init({"params": params})}, "w/", ""),
+    "nnx": (with_nnx, "model/", ""),
+    "nnx in a file": (with_nnx, "model/", "/value"),
+}
+
+
+def parameter(state, path):
+    _, root, end = STATES[state]
+    return root + (re.sub(r"(^|/)(\d+)(?=/)", r"\1x\2", path) if state.startswith("nnx") else path) + end
+
+
+def renamed(path, rules):
+    found = next((match.expand(new) for old, new in rules.items() if (match := re.fullmatch(old, path))), None)
+    return path if found is None else found
+
+
+class Truth:
+    """States filled with a number for each kind and parameter: the same in every layout."""
+
+    def __init__(self):
+        self._numbers = {}
+
+    def state(self, which, optimizer, shapes, rules):
+        make, root, end = STATES[which]
+        params = {renamed(path, rules): shape for path, shape in shapes.items()}
+        old = {parameter(which, renamed(path, rules))[len(root) :].removesuffix(end): path for path in shapes}
+        zeros = {path: jnp.zeros(shape) for path, shape in params.items()}
+        leaves = {}
+        for name, leaf in named_leaves(make(unflatten(zeros), OPTIMIZERS[optimizer]())).items():
+            if not hasattr(leaf, "shape"):  # Optax's node of what is masked
+                continue
+            parts = name.split("/")
+            at = next((at for at in range(len(parts)) if "/".join(parts[at:]) in old), None)
+            of = None if at is None or (leaf.shape == () and "count" in parts[-1]) else old["/".join(parts[at:])]
+            above = [part for part in parts[:at] if part in ("mu", "nu", "v_row", "v_col", "v", "trace", "ema")]
+            key = (above[-1] if above and not name.startswith(root) else "parameter", of) if of else parts[-1]
+            number = self._numbers.setdefault(key, len(self._numbers) + 1)
+            leaves[name + end] = np.full(leaf.shape, number, leaf.dtype)
+        return leaves
+
+
+def follow(old, new, shapes, rules):
+    names = {parameter(old, path): parameter(new, renamed(path, rules)) for path in shapes}
+    return tr.FollowOptimizer(tr.Rename([(re.escape(one), other) for one, other in names.items()]))
+
+
+def values(leaves):
+    return sorted(float(np.asarray(leaf).ravel()[0]) for leaf in leaves.values())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("old", STATES)
+def test_states_become_those_of_other_loops(old, optimizer):
+    truth = Truth()
+    targets = [new for new in STATES if "file" not in new]
+    for (shapes, rules), new in itertools.product(RENAMINGS, targets):
+        source, wanted = truth.state(old, optimizer, shapes, {}), truth.state(new, optimizer, shapes, rules)
+        result, diagnostics = run(follow(old, new, shapes, rules), source, wanted)
+        assert diagnostics.problems == [] and diagnostics.warnings == []
+        case = f"{new}: {rules}"
+        wrong = [name for name, leaf in wanted.items() if name in result and not np.array_equal(result[name], leaf)]
+        assert wrong == [], case
+        # A plain Optax state has no step of its own, and T5X's wrapper has another one.
+        found = {name.removesuffix("/value") for name in result}
+        missing = {name for name in wanted.keys() - found if "step" not in name.split("/")}
+        assert missing == set(), case
+        # Without a target nothing is lost either.
+        alone, diagnostics = run(follow(old, new, shapes, rules), source)
+        assert diagnostics.problems == [] and values(alone) == values(source), case
+
+
+def test_modules_of_nnx_that_change_places_take_their_moments_along(tmp_path):
+    truth = Truth()
+    shapes, rules = PLAIN, {"enc/0/(.*)": r"enc/1/\1", "enc/1/(.*)": r"enc/0/\1"}
+    source, wanted = (truth.state("nnx in a file", "adam", shapes, one) for one in ({}, rules))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", unflatten(source))
+    params = unflatten({path: jnp.zeros(shape) for path, shape in shapes.items()})
+    target = nnx.eval_shape(lambda: with_nnx(params, optax.adam(1e-3)))
+    for new in ("nnx", "nnx in a file"):
+        transforms = follow("nnx in a file", new, shapes, rules)
+        restored = named_leaves(ot.restore(tmp_path / "state", target, transforms))
+        for name, leaf in wanted.items():
+            np.testing.assert_array_equal(restored[name.removesuffix("/value")], leaf, err_msg=name)
+
+
+def test_kinds_without_names_are_known_by_the_targets_fields():
+    """A state that was saved as lists: count, mu and nu are 0, 1 and 2."""
+    wanted = Truth().state("linen", "adam", PLAIN, {})
+    fields = {"count": "0", "mu": "1", "nu": "2"}
+    pattern = re.compile(r"opt_state/0/(count|mu|nu)")
+    source = {pattern.sub(lambda found: f"opt_state/0/{fields[found[1]]}", name): leaf for name, leaf in wanted.items()}
+    result, _ = run(tr.FollowOptimizer(tr.Rename([("params/(tok/w)", r"params/\1")])), source, wanted)
+    assert {name for name in wanted if "mu" in name or "nu" in name} <= result.keys()
+    assert all(np.array_equal(result[name], leaf) for name, leaf in wanted.items() if name in result)
+
+
+def test_slots_of_a_bundle_are_moments():
+    leaves = {"enc/w": (8, 12), "enc/w_slot_vr": (8,), "enc/w_slot_vc": (12,), "b": (8,), "b_slot_v": (8,)}
+    source = {name: np.full(shape, number) for number, (name, shape) in enumerate(leaves.items())}
+    result, diagnostics = run(tr.FollowOptimizer(tr.Rename([("enc/(.*)", r"dec/\1"), ("b", "c")])), source)
+    assert diagnostics.problems == [] and len(result) == len(source)
+    for name, leaf in source.items():
+        np.testing.assert_array_equal(result[re.sub("^b", "c", name.replace("enc", "dec"))], leaf)
+
+
+def test_slots_that_cannot_follow_are_a_problem_without_a_target():
+    source = {"params/w": np.ones((2, 3)), "opt_state/0/mu/w": np.ones((2, 3)), "opt_state/0/nu/w": np.ones((2, 3))}
+    _, diagnostics = run(tr.FollowOptimizer(tr.Affine("params/w", 2.0)), source)
+    assert [problem.kind for problem in diagnostics.problems] == ["optimizer"]
+
+
+def test_parameters_outside_given_roots_are_a_problem():
+    source = Truth().state("linen", "adam", PLAIN, {})
+    inner = tr.Rename([("params/(.*)", r"model/\1")])
+    _, diagnostics = run(tr.FollowOptimizer(inner, roots=[("params", "opt_state")]), source)
+    assert [problem.kind for problem in diagnostics.problems] == ["optimizer"]
+    assert "12 leaves of the optimizer have no parameter under these names" in diagnostics.problems[0].message
+
+
+def test_moments_of_either_of_two_trees_are_a_problem():
+    paths = ["a/kernel", "b/kernel"]
+    source = {f"{tree}/{path}": np.ones(2) for tree in ("student", "teacher") for path in paths}
+    source |= {f"optimizer/0/{kind}/{path}": np.ones(2) for kind in ("mu", "nu") for path in paths}
+    swap = tr.FollowOptimizer(tr.Rename([("student/a/(.*)", r"student/b/\1"), ("student/b/(.*)", r"student/a/\1")]))
+    _, diagnostics = run(swap, source)
+    assert [problem.kind for problem in diagnostics.problems] == ["optimizer"]
+    assert "'student' or 'teacher'" in diagnostics.problems[0].message
+
+
+def test_modules_called_as_moments_are_parameters():
+    names = ["params/enc/mu/kernel", "params/enc/nu/kernel", "params/enc/opt/kernel", "params/mu/kernel"]
+    assert find_roots(dict.fromkeys(names)).pairs == ()
+    moments = [f"opt_state/0/{kind}/{name.removeprefix('params/')}" for kind in ("mu", "nu") for name in names]
+    assert find_roots(dict.fromkeys([*names, *moments])).pairs == (("params", "opt_state"),)
