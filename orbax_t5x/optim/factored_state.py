@@ -196,7 +196,7 @@ def is_step(name: str) -> bool:
 
 
 def _step(names: Mapping[str, Shape]) -> str:
-    """Returns the name of the step: T5X's or Flax's, unless the tree has only another."""
+    """Returns the name of the step, T5X's or Flax's first."""
     return next((name for name in (*STEPS, *filter(is_step, names)) if name in names), STEPS[0])
 
 
@@ -205,7 +205,7 @@ def _is_whole(slots: Mapping[str, Shape], shape: Shape) -> bool:
 
 
 class _Names:
-    """Parameters with T5X's slots and with Optax's, by their paths below the roots.
+    """Parameters with T5X's slots and with Optax's.
 
     Attributes:
       t5x: the path of each parameter's slots in T5X's state, which is `t5x_root`.

@@ -47,14 +47,14 @@ Roots = tuple[tuple[str, str], ...]
 
 
 class StateRoot(NamedTuple):
-    """A train state: its source's name with '/', or '', and the index of its pair of roots."""
+    """A train state: its source and the index of its roots."""
 
     source: str
     number: int
 
 
 class SlotTree(NamedTuple):
-    """A path in an optimizer's state with slots of parameters, and the form of their names."""
+    """A path of slots in an optimizer, and their names' form."""
 
     state: StateRoot
     path: str
@@ -67,7 +67,7 @@ class SlotTree(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The optimizer's leaf of a kind ("mu", "v_row", …) for one parameter."""
+    """An optimizer's leaf of a kind (`mu`) for a parameter."""
 
     tree: SlotTree
     kind: str
@@ -90,7 +90,7 @@ def is_in_optimizer(name: str) -> bool:
 
 
 def may_be_moment(name: str) -> bool:
-    """Reports whether a name may be of a moment or an average of a parameter, which is another quantity."""
+    """Reports whether a name has a moment's word in it."""
     return is_in_optimizer(name) or not MOMENT_WORDS.isdisjoint(name.split("/"))
 
 
@@ -102,7 +102,7 @@ def _container_of(name: str) -> str | None:
 
 
 def find_roots(leaves: Mapping[str, Any]) -> FoundRoots:
-    """Finds the parameters of each optimizer's state; of leaves that are None only the names count."""
+    """Finds the parameters of each optimizer's state."""
     named, bare = _by_container(leaves)
     found = _roots_of(named, leaves)
     if found.pairs:
@@ -124,7 +124,7 @@ def find_containers(leaves: Mapping[str, Any]) -> list[str]:
 
 
 def _by_container(leaves: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Splits leaves into those of containers, by a word in their paths, and others."""
+    """Separates the leaves of containers by their paths' words."""
     containers: dict[str, list[str]] = collections.defaultdict(list)
     bare: list[str] = []
     for name in leaves:
@@ -154,7 +154,7 @@ def _roots_of(containers: Mapping[str, list[str]], leaves: Mapping[str, Any]) ->
 
 
 def _is_standard_parameter(name: str) -> bool:
-    """Reports whether a name is below a usual root, or below a state's name and this."""
+    """Reports whether a name is below a usual root."""
     return any(part in ("target", "params") for part in name.split("/", 2)[:2])
 
 
@@ -198,7 +198,7 @@ def _by_ending(params: Iterable[str]) -> dict[str, list[str]]:
 def _parameters_of(
     container: str, names: Iterable[str], leaves: Mapping[str, Any], by_ending: Mapping[str, list[str]]
 ) -> list[str]:
-    """Lists the roots of the trees that most leaves of a container repeat."""
+    """Lists the roots of the trees repeated in a container."""
     votes: collections.Counter[str] = collections.Counter()
     rests = {name: name[len(container) :].strip("/").split("/") for name in names}
     for name, rest in rests.items():
@@ -223,7 +223,7 @@ def _parameters_of(
 
 
 def _longest(parts: list[str], shape: Any, leaves: Mapping[str, Any], by_ending: Mapping[str, list[str]]) -> set[str]:
-    """Returns the roots of the parameters of the longest ending that has some."""
+    """Returns the roots of parameters with the longest ending."""
     for start in range(len(parts)):
         end = "/".join(parts[start:])
         roots = {root for root in by_ending.get(end, ()) if _fits(shape, leaves, f"{root}/{end}".strip("/"))}
@@ -249,7 +249,7 @@ def _fits(shape: Any, leaves: Mapping[str, Any], param: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SlotNames:
-    """Finder of parameters and slots among names, and of the names of slots.
+    """Finder of parameters and slots among names.
 
     Attributes:
       roots: pairs (root of parameters, root of the optimizer's state).
@@ -259,7 +259,7 @@ class SlotNames:
 
     @classmethod
     def among(cls, leaves: Mapping[str, Any]) -> SlotNames:
-        """Finds the roots of leaves by structure; the standard roots are for names that are new."""
+        """Finds the roots of leaves by structure."""
         standard = cls()
         found = [pair for pair in find_roots(leaves).pairs if pair not in STANDARD_ROOTS and any(pair)]
         # Standard roots below a source's name are the same pair for every source.
@@ -272,7 +272,7 @@ class SlotNames:
         return all(one is not None and one[1] == "-" for one in found) and found[0] == found[1]
 
     def _split(self, name: str, side: int) -> tuple[StateRoot, str] | None:
-        """Splits a name into its train state and its path below the root of a side (0: parameters, 1: state)."""
+        """Splits a name at a root: of parameters (0) or state (1)."""
         for source in ("", name.split("/", 1)[0] + "/"):
             for number, root in enumerate(self.roots):
                 start = f"{source}{root[side]}/" if root[side] else source
@@ -284,7 +284,7 @@ class SlotNames:
         return None
 
     def param(self, name: str) -> tuple[StateRoot, str] | None:
-        """Returns the state and the path of a parameter; None for other names."""
+        """Returns a parameter's state and path, or None."""
         return self._split(name, 0)
 
     def param_name(self, slot: Slot) -> str:
@@ -304,7 +304,7 @@ class SlotNames:
         return "/".join(filter(None, (self.directory(slot.tree), rest)))
 
     def slots(self, leaves: Mapping[str, Any]) -> dict[str, Slot]:
-        """Returns the slots among leaves, by name; of a leaf that is None only the name counts."""
+        """Returns the slots among leaves, by name."""
         result = dict(self._glued(leaves))
         params: dict[StateRoot, dict[str, Any]] = {}
         for name, value in leaves.items():
@@ -336,7 +336,10 @@ def _base_of(name: str) -> str:
 
 
 class _SlotReading(NamedTuple):
-    """A leaf as a slot. `is_scalar`: a number for an array; `fits`: its dimensions are some of its parameter's."""
+    """A leaf as a slot.
+
+    `is_scalar`: a number for an array; `fits`: its dimensions are some of its parameter's.
+    """
 
     slot: Slot
     is_number: bool
@@ -345,7 +348,7 @@ class _SlotReading(NamedTuple):
 
 
 class _StateSlots:
-    """Finder of the slots of one train state by the structure of its optimizer's state.
+    """Finder of a train state's slots by structure.
 
     Slots form trees: below `<path>/<kind>/` are the names of parameters (of all kinds of one path together), or below
     `<path>/` are the names of parameters with a kind each. The tree that takes most leaves counts first, and no other
@@ -438,7 +441,7 @@ class _ShapeAndDtype(NamedTuple):
 
 
 def _shape_and_dtype(value: Any) -> _ShapeAndDtype | None:
-    """Returns the shape and dtype of an array or number; None for other values."""
+    """Returns an array's shape and dtype, or None."""
     if isinstance(value, bool | int | float | complex):
         value = np.asarray(value)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -449,12 +452,12 @@ def _shape_and_dtype(value: Any) -> _ShapeAndDtype | None:
 
 
 def _is_inside(path: str, directories: set[str]) -> bool:
-    """Tests whether a path is one of some directories or inside one of them."""
+    """Tests whether a path is in some directories."""
     return any(not one or path == one or path.startswith(f"{one}/") for one in directories)
 
 
 def _is_of(name: str, source: str, root: tuple[str, str], side: int) -> bool:
-    """Reports whether a name is below the root of a side, where this is inside the other's."""
+    """Reports whether a name is below the inner of two roots."""
     outer = root[1 - side]
     inside = root[side] != outer and (not outer or root[side].startswith(f"{outer}/"))
     return inside and name.startswith(f"{source}{root[side]}/")
@@ -510,5 +513,5 @@ def rename_counts(
 
 
 def _plain(name: str) -> str:
-    """Returns a name without the end that stock Orbax gives variables of NNX."""
+    """Removes stock Orbax' ending of NNX variables."""
     return name.removesuffix("/value")

@@ -1,4 +1,4 @@
-r"""Restore-time transforms: frozen dataclasses that map names and compose lazy views, before a byte is read.
+r"""Restore-time transforms: frozen dataclasses that compose lazy views.
 
 Example:
   >>> stack = ot.transforms.StackLayers(r"encoder/layers_(\d+)/(.*)", r"encoder/layers/\2", axis=0)

@@ -1,6 +1,4 @@
-"""Transforms that change a leaf under its own name: reshape, transpose, cast, repeat. All stay lazy views; nothing is
-read.
-"""
+"""Transforms of leaves under their own names: reshape, transpose, cast, repeat."""
 
 from __future__ import annotations
 
@@ -75,7 +73,9 @@ class Transpose(InPlace):
 
 @dataclasses.dataclass(frozen=True)
 class Cast(InPlace):
-    """Cast of leaves to another dtype, as by NumPy's `astype`; values may be lost.
+    """Cast of leaves to another dtype, as by NumPy's `astype`.
+
+    Values may be lost.
 
     Attributes:
       pattern: a regex that must match a whole name.
@@ -107,7 +107,7 @@ class Cast(InPlace):
 
 @dataclasses.dataclass(frozen=True)
 class Affine(InPlace):
-    """The values of leaves as `leaf * scale + offset`, such as a norm's scale that another model stores without its 1.
+    """The values of leaves as `leaf * scale + offset`.
 
     Computed for each shard in float32 (float64 for leaves of 64 bits), and rounded to the leaf's dtype once. Inside
     `FollowOptimizer` the optimizer's leaves follow a scale of 1; any other scale resets them.
@@ -146,7 +146,7 @@ class Affine(InPlace):
 
 @dataclasses.dataclass(frozen=True)
 class Repeat(InPlace):
-    """Repetition of leaves along a new axis: one dense layer for every expert. Each is read once.
+    """Repetition of leaves along a new axis.
 
     Attributes:
       pattern: a regex that must match a whole name.

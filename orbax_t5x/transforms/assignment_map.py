@@ -1,4 +1,4 @@
-"""T5X's assignment map: rules on target names give the checkpoint leaf of each."""
+"""T5X's assignment map: rules from target names to checkpoint names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _MissingParameter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AssignmentMap(Transform):
-    r"""T5X's assignment map: the first rule that matches a target name gives the checkpoint leaf for it.
+    r"""T5X's assignment map: rules from target names to checkpoint names.
 
     A rule is (pattern of target names, replacement). The replacement, with the groups of the match filled in, is
     the name in the state dict; None leaves the target leaf out. Target names without a rule keep the leaf of their
@@ -141,7 +141,7 @@ class AssignmentMap(Transform):
 
 
 def _note_missing(missing: Sequence[_MissingParameter], names: Sequence[str], diagnostics: Diagnostics) -> None:
-    """Records one problem for each rule that asks for absent leaves, however many names it matches."""
+    """Records a problem for each rule that asks for absent leaves."""
     closest = ClosestNames(names)
     by_rule: dict[Rule, list[_MissingParameter]] = {}
     for one in missing:
@@ -160,7 +160,7 @@ def _note_missing(missing: Sequence[_MissingParameter], names: Sequence[str], di
 
 
 def _note_missing_by_hand(missing: _MissingParameter, names: Sequence[str], diagnostics: Diagnostics) -> None:
-    """Records T5X's text, which lists every name."""
+    """Records T5X's text with every name."""
     near = ClosestNames(names).to(missing.wanted)
     shown = list(names) if len(names) <= _LISTED_NAMES else [*names[:_LISTED_NAMES], f"… {len(names)} in all"]
     diagnostics.problem(
@@ -188,17 +188,7 @@ def _corrected_rule(missing: Sequence[_MissingParameter], near: Sequence[str], n
 def _corrected_template(
     template: str, matches: Sequence[re.Match[str]], closest: Iterable[str], names: Collection[str]
 ) -> str | None:
-    """Corrects the only word of a template that then gives an existing name for every match.
-
-    Args:
-      template: a replacement that gives names that do not exist.
-      matches: of the rule's pattern.
-      closest: names close to the first match's.
-      names: all that exist.
-
-    Returns:
-      None if no change of one word is found, or two are.
-    """
+    """Corrects a template's only word that no match finds."""
     words = _WORD.findall(expand_match(matches[0], template))
     found: set[str] = set()
     for name in closest:

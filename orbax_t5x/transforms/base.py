@@ -30,7 +30,7 @@ _Held = TypeVar("_Held", covariant=True)
 
 
 class Given(Generic[_Taken, _Held]):
-    """Type of a dataclass's field that its constructor converts: the type taken, and the type held."""
+    """Type of a field that the constructor converts."""
 
     if TYPE_CHECKING:  # a descriptor in the eyes of type checkers, which tells the two types apart
 
@@ -46,7 +46,7 @@ class Given(Generic[_Taken, _Held]):
 
 
 class Transform:
-    """Base of all transforms: frozen dataclasses that follow T5X's protocol for state transformation functions.
+    """Base of all transforms: frozen dataclasses with T5X's protocol.
 
     Example:
       >>> class Halve(ot.transforms.Transform):
@@ -95,15 +95,15 @@ class Transform:
         return result
 
     def _by_hand(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """Calls `apply`, or gives the result of T5X's function of the same name where that differs."""
+        """Calls `apply`, or T5X's function if results differ."""
         return self.apply(state, target, diagnostics)
 
     def describe(self) -> str:
-        """Returns one line for people."""
+        """Returns a line for people."""
         return describe_fields(self)
 
     def inverse(self, source: Any = None) -> AnyTransform:
-        """Returns the transform that undoes this one; see `orbax_t5x.transforms.inverse`.
+        """Returns the inverse transform.
 
         Raises:
           ValueError: there is none, or it needs `source`.
@@ -112,11 +112,11 @@ class Transform:
         return back[0] if len(back) == 1 else _chain(back)
 
     def as_code(self) -> str:
-        """Returns the Python call that makes the transform, with `ot` for this package."""
+        """Returns the Python call of the transform."""
         return dataclass_call(self, f"ot.transforms.{type(self).__name__}")
 
     def digest(self) -> str | None:
-        """Returns 32 hexadecimal digits that are the same for equal transforms in every process.
+        """Returns 32 hexadecimal digits, the same for equal transforms.
 
         None where the transform holds a lambda, a closure or another object whose behaviour has no stable text.
         """
@@ -124,7 +124,7 @@ class Transform:
 
     @property
     def only_selects(self) -> bool:
-        """True if it changes no value, up to its dtype, and no name of a leaf that it keeps."""
+        """True if it changes no value and no kept name."""
         return False
 
 

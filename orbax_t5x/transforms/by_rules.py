@@ -1,4 +1,4 @@
-"""Bases of transforms whose patterns match whole names of the state dict."""
+"""Bases of transforms with patterns of whole names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ Matches = Mapping[str, tuple[int, re.Match[str]]]
 
 
 class ByRules(Transform):
-    """Base of transforms with rules in order of precedence; one that matches no name is a problem if `require_match`.
-
-    A subclass gives `_patterns` and either `_place`, which is called for each leaf that a rule matches, or `_build`
-    where leaves depend on each other. Leaves that no rule matches stay.
-    """
+    """Base of transforms with rules in order of precedence."""
 
     require_match: bool
 
@@ -33,7 +29,7 @@ class ByRules(Transform):
         raise NotImplementedError
 
     def _place(self, rule: int, match: re.Match[str], value: Any, new: NewState, diagnostics: Diagnostics) -> None:
-        """Puts what becomes of a leaf into the new state dict; `match.string` is its name."""
+        """Puts the results for a leaf into the new state."""
         raise NotImplementedError
 
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
@@ -54,7 +50,7 @@ class ByRules(Transform):
 
 
 class OnePattern(ByRules):
-    """Base of transforms that make views of each leaf whose name matches one pattern; a leaf that is None stays."""
+    """Base of transforms of each leaf that matches a pattern."""
 
     pattern: Pattern
 
@@ -72,14 +68,14 @@ class OnePattern(ByRules):
         return (self.pattern,)
 
     def _axis_of(self, view: View, axis: int, name: str, diagnostics: Diagnostics) -> int | None:
-        """Counts an axis of a leaf from 0; returns None, with a problem, where there is no such axis."""
+        """Counts an axis from 0, or records a problem."""
         if -view.ndim <= axis < view.ndim:
             return axis % view.ndim
         diagnostics.problem("shape", name, f"{self._rule()}: there is no axis {axis} in shape {view.shape}")
         return None
 
     def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
-        """Returns new names and views; None where a problem was recorded, and the leaf stays."""
+        """Returns new names and views, or None with a problem."""
         raise NotImplementedError
 
     def _place(self, rule: int, match: re.Match[str], value: Any, new: NewState, diagnostics: Diagnostics) -> None:
@@ -97,7 +93,7 @@ class InPlace(OnePattern):
     """Base of transforms that compute each matching leaf and keep its name."""
 
     def _compute(self, view: View) -> View:
-        """Returns the new leaf; a ValueError, TypeError or IndexError for a leaf that does not allow it."""
+        """Returns the new leaf."""
         raise NotImplementedError
 
     def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:

@@ -1,4 +1,4 @@
-"""Several transforms as one."""
+"""Several transforms as a single transform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orbax_t5x.trees.flat import FlatState
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Transform):
-    """Sequence of transforms, run in order as one.
+    """Sequence of transforms, run in order.
 
     Attributes:
       steps: transforms, or plain functions of T5X's protocol.

@@ -1,4 +1,4 @@
-"""Quantized weights times the scales beside them become floating-point numbers; nothing is read."""
+"""Quantized weights times their scales; nothing is read."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ QUANTIZED_ELSEWHERE = Fix(
 
 
 def weight_of(name: str) -> str:
-    """Returns the name of the weight that a scale, or a note, is stored beside."""
+    """Returns the weight's name for a scale or a note."""
     return name.rpartition(".")[0] + WEIGHT
 
 
 def scales_beside(leaves: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Lists the names of scales, in a form that is known, that belong to weights among given leaves."""
+    """Lists the scales of weights among leaves."""
     return [name for name in names if name.endswith(SCALES) and _is_scale(name, leaves)]
 
 
@@ -53,14 +53,14 @@ def _is_scale(name: str, leaves: Mapping[str, Any]) -> bool:
 
 
 def notes_beside(leaves: Mapping[str, Any]) -> set[str]:
-    """Finds the leaves that say of a weight with a scale what its product does not depend on."""
+    """Finds notes that do not change the product."""
     noted = [name for name in leaves if name.endswith(NOTES)]
     weights = set(map(weight_of, scales_beside(leaves, leaves))) if noted else ()
     return {name for name in noted if weight_of(name) in weights}
 
 
 def multiplied_by(leaves: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields each name that may say how a quantized weight is to be multiplied, and the name of the weight."""
+    """Yields notes on products, with the names of their weights."""
     for name in names:
         for cut in _CUT.finditer(name):
             stem, rest = name[: cut.end()], name[cut.end() :]
@@ -75,7 +75,7 @@ def _dtype_of(leaf: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Dequantize(ByRules):
-    r"""Product of quantized leaves and the scale that is stored beside each, which is consumed.
+    r"""Product of quantized leaves and the scales beside them.
 
     Products are float32 (float64 where a leaf has 64 bits), made for each shard as it is read; `Cast` after it, or
     `dtype=`, makes them bfloat16. A leaf that matches and has no scale stays as it is.

@@ -1,4 +1,4 @@
-"""Transforms as text: one line for people. Their digests are made in `provenance.digests`."""
+"""Transforms as lines of text for people."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SHOWN_ITEMS = 3
 
 
 def _is_transform(value: Any) -> bool:
-    """Reports whether a value is one of our transforms, whose class is in a module above this one."""
+    """Reports whether a value is an own transform."""
     return not isinstance(value, type) and hasattr(value, "describe") and hasattr(value, "digest")
 
 
 def describe_fields(transform: Any) -> str:
-    """Describes a dataclass by its class and the fields that differ from their defaults."""
+    """Describes a dataclass by the fields that are set."""
     fields = []
     for field in dataclasses.fields(transform):
         value = getattr(transform, field.name)
@@ -47,5 +47,5 @@ def _short(value: Any) -> str:
 
 
 def describe_transform(transform: Any) -> str:
-    """Describes a transform in one line; plain functions are opaque."""
+    """Describes a transform in a line; functions are opaque."""
     return transform.describe() if _is_transform(transform) else f"{qualified_name(transform)} (opaque)"

@@ -1,4 +1,4 @@
-"""Findings that a chain of transforms records while it runs."""
+"""Findings of a chain of transforms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 
 @dataclasses.dataclass
 class Diagnostics:
-    """Findings of a chain of transforms, and where its leaves come from.
+    """Findings of a chain of transforms, and origins of leaves.
 
     Findings, for the user:
       problems: everything wrong; a chain with problems must not be executed.
@@ -49,11 +49,11 @@ class Diagnostics:
         return Diagnostics(warns_of_unused=self.warns_of_unused, allows_unmapped=self.allows_unmapped)
 
     def copy(self) -> Diagnostics:
-        """Copies what was recorded so far, so that two runs can go on from it independently."""
+        """Copies the findings, for two runs from here."""
         return Diagnostics(*(copy.copy(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
     def error(self, problems: Sequence[Problem] | None = None, *, path: str | None = None) -> RestorePlanError:
-        """Returns the error to raise, with what a caller's function raised as its cause.
+        """Returns the error to raise, with its cause.
 
         Args:
           problems: those found here, and more; None: those found here.
@@ -67,7 +67,7 @@ class Diagnostics:
     def problem(
         self, kind: ProblemKind, leaf: str | None, message: str, fix: Fix | None = None, *, becomes: str | None = None
     ) -> None:
-        """Records one problem.
+        """Records a problem.
 
         Args:
           kind: see `ProblemKind`.
@@ -80,7 +80,7 @@ class Diagnostics:
         self.explained.update(name for name in (leaf, becomes) if name is not None)
 
     def record_origins(self, origins: Mapping[str, tuple[str, str]]) -> None:
-        """Records which rule made which leaves.
+        """Records the rules that made leaves.
 
         Args:
           origins: new name -> (the name it was made from, the rule as text). Rules that made the old name come

@@ -25,7 +25,7 @@ _USUAL = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_
 
 
 def as_dtype(dtype: Any) -> np.dtype:
-    """Converts anything that names a dtype, `ml_dtypes`' names included, to a NumPy dtype.
+    """Converts the name of a dtype to NumPy's dtype.
 
     Raises:
       TypeError: it names none.

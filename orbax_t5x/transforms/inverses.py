@@ -77,7 +77,7 @@ def inverse(transforms: Any, source: Any = None) -> tuple[Any, ...]:
 
 
 def _abstract(leaves: Shapes) -> dict[str, Any]:
-    """Returns arrays of the same shapes that take no memory; other values stay."""
+    """Returns arrays of the same shapes without memory."""
     return {name: _view(leaf) if hasattr(leaf, "shape") else leaf for name, leaf in leaves.items()}
 
 
@@ -90,7 +90,7 @@ def _view(leaf: Any) -> Any:
 
 
 def _contents(state: FlatState) -> dict[str, Any]:
-    """Returns the shape of each leaf, and which leaves of the source it is made of."""
+    """Returns the shape and the origins of each leaf."""
     return {
         name: (value.shape, frozenset(map(id, value.leaves()))) if isinstance(value, View) else id(value)
         for name, value in state.items()
@@ -109,7 +109,7 @@ def _applied(steps: Iterable[Any], state: FlatState, target: FlatState) -> dict[
 
 
 def _inverse_of(step: Any, source: Shapes | None) -> list[Any]:
-    """Returns the way back of one transform, by its class."""
+    """Returns the inverse of a transform, by its class."""
     if isinstance(step, Transform):
         return [step.inverse() if not source else _with_source(step, source)] if _has_own(step) else _back(step, source)
     name = getattr(step, "__name__", type(step).__name__)
@@ -117,12 +117,12 @@ def _inverse_of(step: Any, source: Shapes | None) -> list[Any]:
 
 
 def _has_own(step: Transform) -> bool:
-    """Tests for an `inverse` method that the class itself defines: rule packs, layers that are repeated."""
+    """Tests for an `inverse` of the class itself."""
     return type(step).inverse is not Transform.inverse
 
 
 def _with_source(step: Any, source: Shapes) -> Any:
-    """Calls an own `inverse`, which may want the number of layers."""
+    """Calls an own `inverse`, with the number of layers."""
     if "depth" not in inspect.signature(step.inverse).parameters or not isinstance(step.how, str):
         return step.inverse()
     regex = compile_pattern(step.pattern, "RepeatLayers")
@@ -258,7 +258,7 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def _single_names(step: Any, source: FlatState, after: FlatState) -> list[Any]:
-    """Writes a way back name by name, for a renaming whose rules cannot be turned around as a whole."""
+    """Writes the inverse of a renaming name by name."""
     if not isinstance(step, Rename):
         names = ", ".join(itertools.islice(source, _SHOWN_NAMES))
         raise ValueError(f"{step.describe()}: its way back leads elsewhere for these leaves ({names}, …)")

@@ -1,4 +1,4 @@
-"""Layers that are leaves of their own become layers on an axis of one leaf, and back; nothing is read.
+"""Layers as separate leaves, and on an axis of a leaf.
 
 Towers may differ in depth. Layers are numbered 0, 1, 2, … without gaps, and every leaf of a tower has as many
 layers as the others: a layer that is not there is a problem, never a shorter stack.
@@ -41,11 +41,7 @@ _SHOWN_LAYERS = 5
 
 @functools.lru_cache(maxsize=256)
 def written_layer_group(regex: re.Pattern[str], owner: str) -> int | None:
-    """Finds the layer group in the pattern's text: named `i`, or the only one that matches only digits; or None.
-
-    Raises:
-      ValueError: several groups match only digits.
-    """
+    """Finds the layer group in the pattern's text, or None."""
     if "i" in regex.groupindex:
         return regex.groupindex["i"]
     numbers: set[int] = set()
@@ -63,7 +59,7 @@ def written_layer_group(regex: re.Pattern[str], owner: str) -> int | None:
 
 
 def layer_group(matches: Sequence[re.Match[str]], owner: str, diagnostics: Diagnostics) -> int | None:
-    """Returns the number of the layer group; None, and a problem, where it is ambiguous or absent."""
+    """Returns the layer group's number, or records a problem."""
     regex = matches[0].re
     written = written_layer_group(regex, owner)
     if written is not None:
@@ -83,7 +79,7 @@ def layer_group(matches: Sequence[re.Match[str]], owner: str, diagnostics: Diagn
 
 
 def layer_number(match: re.Match[str], group: int, owner: str, diagnostics: Diagnostics) -> int | None:
-    """Returns the layer number of a name; None, and a problem, where it is none."""
+    """Returns a name's layer number, or records a problem."""
     name, text = match.string, match[group]
     if text is None or not text.isdecimal():
         message = f"{owner}: the layer number of {name!r} is {text!r}"
@@ -186,7 +182,7 @@ class StackLayers(ByRules):
     def _is_complete(
         self, stacked: str, layers: Mapping[int, re.Match[str]], depth: int, diagnostics: Diagnostics
     ) -> bool:
-        """Reports whether every layer of the tower exists, and records a problem where not."""
+        """Records a problem for each missing layer."""
         if len(layers) == depth:
             return True
         lacking = (str(number) for number in range(depth) if number not in layers)
@@ -239,7 +235,7 @@ def _depths(stacks: Iterable[Mapping[int, re.Match[str]]], group: int) -> dict[s
 
 @dataclasses.dataclass(frozen=True)
 class UnstackLayers(OnePattern):
-    r"""Split of leaves along an axis into one leaf per layer, without the axis.
+    r"""Split of leaves along an axis into a leaf per layer.
 
     Attributes:
       pattern: a regex that must match a whole name.
@@ -278,7 +274,7 @@ class UnstackLayers(OnePattern):
 def numbered_names(
     match: re.Match[str], into: str, count: int, rule: str, diagnostics: Diagnostics
 ) -> list[str] | None:
-    """Fills numbers from 0 into a template with `{i}`; returns None, with a problem, where it gives no names."""
+    """Fills numbers into a template, or records a problem."""
     if count > MOST_LAYERS:
         message = f"{rule}: {count} layers, and {MOST_LAYERS} are the most"
         diagnostics.problem("shape", match.string, message, Fix("check the axis"))

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) merged into the kernels that they adapt; nothing is read."""
+"""Low-rank adapters (LoRA) merged into their kernels; nothing is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orbax_t5x.trees.flat import FlatState
 
 @dataclasses.dataclass(frozen=True)
 class AddLowRank(ByRules):
-    r"""Sum of kernels and `scale * down @ up`, in which the two factors are consumed.
+    r"""Sum of kernels and `scale * down @ up`, whose factors are consumed.
 
     Sums are made in float32 (float64 where a leaf has 64 bits) and rounded to the kernel's dtype once; each shard reads
     its part of the kernel, the rows of `down` and the columns of `up` that belong to it. A kernel of more dimensions
@@ -78,7 +78,7 @@ class AddLowRank(ByRules):
     def _put_sum(
         self, name: str, factors: tuple[str, str], state: FlatState, new: NewState, diagnostics: Diagnostics
     ) -> None:
-        """Puts the sum into the new state dict, or the kernel as it is after a problem."""
+        """Puts the sum, or the kernel after a problem."""
         lacking = [factor for factor in factors if state.get(factor) is None]
         made: View | None = None
         if lacking:

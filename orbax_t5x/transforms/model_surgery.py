@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = frozenset({"inplace", "sort_by_size", "target_sharding", "uniq
 
 @dataclasses.dataclass(frozen=True)
 class ModelSurgery(Transform):
-    """One of Orbax's transformations.
+    """A transformation of Orbax.
 
     Attributes:
       name: of the function that made it, such as "rename_by_regex".
@@ -70,7 +70,7 @@ class ModelSurgery(Transform):
         return flat
 
     def _check_nothing_lost(self, given: FlatState, result: FlatState, diagnostics: Diagnostics) -> None:
-        """Records leaves that Orbax's function leaves out because another one has got their name."""
+        """Records leaves that lost their names to other leaves."""
         if dict(self.settings).get("target") is not None:
             return  # keeps what the target has
         used = {leaf for value in result.values() if isinstance(value, View) for leaf in value.leaves()}
@@ -81,7 +81,7 @@ class ModelSurgery(Transform):
 
 
 def adopt_orbax(transform: Any) -> Any:
-    """Returns a transformation of Orbax as a transform, and anything else as it is."""
+    """Converts a transformation of Orbax to a transform."""
     if not isinstance(transform, types.FunctionType) or not str(transform.__module__).startswith(_MODULE):
         return transform
     settings = inspect.getclosurevars(transform).nonlocals
@@ -104,7 +104,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 class _FilledStack:
-    """A stack along one axis of which some entries are given, and all others are filled with one number."""
+    """A stack with given entries and a filled rest."""
 
     def __init__(self, shape: Sequence[int], dtype: Any):
         self._shape = tuple(shape)
@@ -155,7 +155,7 @@ _JAX = types.SimpleNamespace(Array=_NoArray, device_put=lambda array, sharding: 
 
 @functools.cache
 def _globals_of(module: str) -> dict[str, Any]:
-    """Returns the globals of one of Orbax's modules, for views: its own functions are copied, too."""
+    """Returns globals of Orbax's modules, for views."""
     own = vars(sys.modules[module])
     replaced = {**own, "np": _NUMPY, "jnp": _NUMPY, "jax": _JAX}
     for name, value in own.items():

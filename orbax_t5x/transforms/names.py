@@ -1,4 +1,4 @@
-"""Transforms that change only names, or select leaves by them. Leaves are passed on as they are."""
+"""Transforms that change names, or select leaves by names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten
 
 @dataclasses.dataclass(frozen=True)
 class Intersect(Transform):
-    """T5X's `intersect_state`: drops every leaf whose name the target lacks.
+    """T5X's `intersect_state`: drops leaves that the target lacks.
 
     Example:
       >>> ot.transforms.Intersect()({"kernel": 1, "bias": 2}, {"kernel": ...})
@@ -82,7 +82,7 @@ class Merge(Transform):
         return flat
 
     def describe(self) -> str:
-        """Returns one line for people."""
+        """Returns a line for people."""
         count = len(self._flat)
         return f"Merge({count} {'leaf' if count == 1 else 'leaves'}{', overwrite=True' if self.overwrite else ''})"
 
@@ -98,7 +98,7 @@ def _same_leaf(mine: Any, other: Any) -> bool:
 
 
 def _leaf_above_leaf(flat: FlatState) -> tuple[str, str] | None:
-    """Finds a name that is the path of another, with that other; None if there is none."""
+    """Finds a name that is another leaf's path."""
     for name in flat:
         end = name.rfind("/")
         while end > 0:
@@ -110,7 +110,7 @@ def _leaf_above_leaf(flat: FlatState) -> tuple[str, str] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Rename(ByRules):
-    r"""Renaming of leaves: for every name in the state dict the first rule that matches it gives the new name.
+    r"""Renaming of leaves by the first rule that matches.
 
     Names without a rule stay. All renames happen at once, so rules may swap names. Two leaves that land on one name
     are an error, and so is a new name with an empty part.
@@ -165,7 +165,7 @@ class _Select(ByRules):
 
 @dataclasses.dataclass(frozen=True)
 class Drop(_Select):
-    """Removal of the leaves whose names match.
+    """Removal of the leaves with matching names.
 
     Attributes:
       patterns: one regex or several; each must match a whole name.
@@ -182,7 +182,7 @@ class Drop(_Select):
 
 @dataclasses.dataclass(frozen=True)
 class Keep(_Select):
-    """Removal of the leaves whose names do not match.
+    """Removal of the leaves with other names.
 
     Attributes:
       patterns: one regex or several; each must match a whole name.

@@ -1,4 +1,4 @@
-"""Prefixes of a T5 model's parameters in a tree, and changes from one to another.
+"""Prefixes of a T5 model's parameters, and changes between them.
 
 T5X keeps parameters below `target/`, Flax below `params/`, a file with only the parameters below nothing. Transforms
 between layouts of the model leave the prefix as it is, and put their result below the target's at the end. Where the
@@ -40,12 +40,12 @@ _OF_A_MODEL = re.compile(r"(?:token_embedder|encoder|decoder)/.*")
 
 
 def is_no_parameter(name: str) -> bool:
-    """Reports whether a name is in the optimizer's state or among Flax's mutables."""
+    """Reports whether a name is the optimizer's or a mutable's."""
     return is_in_optimizer(name) or ("flax_mutables/" in name and "flax_mutables" in name.split("/"))
 
 
 def parameter_prefixes(names: Iterable[str]) -> list[str]:
-    """Lists the prefixes of models' parameters, each once; the optimizer's leaves do not count."""
+    """Lists the prefixes of models' parameters."""
     return [prefix for prefix in dict.fromkeys(map(_parameter_prefix, names)) if prefix is not None]
 
 
@@ -57,7 +57,7 @@ def _parameter_prefix(name: str) -> str | None:
 
 
 def model_prefix(names: Iterable[str]) -> str | None:
-    """Returns the prefix of the one model that a tree is for; None where it has no parameters of T5's names."""
+    """Returns the prefix of a tree's only model, or None."""
     prefixes = parameter_prefixes(names)
     if not prefixes:
         return None
@@ -76,20 +76,20 @@ class PrefixChange:
         return PrefixChange(self.new, self.old)
 
     def parameter(self, name: str) -> str | None:
-        """Returns the new name of a parameter; None for other names."""
+        """Returns a parameter's new name, or None."""
         rest = name.removeprefix(self.old)
         if not name.startswith(self.old) or (not self.old and not _OF_A_MODEL.fullmatch(name)):
             return None
         return self.new + rest
 
     def renames(self, names: Iterable[str]) -> dict[str, str]:
-        """Maps old names to new ones, for parameters and their slots in the optimizer."""
+        """Maps names of parameters and slots to new names."""
         names = names if is_mapping(names) else list(names)
         renames = {name: new for name in names if (new := self.parameter(name)) is not None}
         return {**renames, **self.slots(names)}
 
     def slots(self, names: Iterable[str]) -> dict[str, str]:
-        """Maps old names to new ones, for the slots of parameters in the optimizer."""
+        """Maps names of slots to new names."""
         known = SlotNames()
         renames: dict[str, str] = {}
         for name, slot in known.slots(names if is_mapping(names) else dict.fromkeys(names)).items():
@@ -115,10 +115,7 @@ class PrefixChange:
 
 
 def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixChange | None:
-    """Finds the change that gives the one model in a tree the target's prefix.
-
-    None where it has it already, where the tree has several models, and where one side has none.
-    """
+    """Finds the change to the target's prefix, or None."""
     found, wanted = parameter_prefixes(names), parameter_prefixes(target_names)
     new = model_prefix(target_names)
     if len(found) != 1 or new is None or found[0] in wanted:
@@ -127,7 +124,7 @@ def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixC
 
 
 def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-    """Moves the model below the target's prefix, and gives the step and counts the target's names."""
+    """Moves model, step and counts to the target's names."""
     change = change_between(state, target)
     if change is not None:
         state = rename_leaves(state, change.renames(state), f"below {change.new!r}", diagnostics)
@@ -135,7 +132,7 @@ def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics)
 
 
 def rename_leaves(state: FlatState, renames: Mapping[str, str], rule: str, diagnostics: Diagnostics) -> dict[str, Any]:
-    """Returns a state dict under new names; two leaves with one name are a problem."""
+    """Renames leaves; equal names are a problem."""
     if not renames:
         return dict(state)
     result = NewState(diagnostics)

@@ -1,4 +1,4 @@
-"""Models of another depth: layers that are copied, left out or reordered; nothing is read."""
+"""Models of another depth: layers copied, left out or reordered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN_LAYERS = 5
 
 @dataclasses.dataclass(frozen=True)
 class RepeatLayers(ByRules):
-    r"""Layers of a deeper, shallower or reordered model, each a copy of one of the checkpoint's.
+    r"""Layers of a deeper, shallower or reordered model.
 
     Layers are leaves with a number in their names, or, with `axis`, one leaf that holds them all. A leaf that only
     layer 0 of several has, such as the relative bias in Hugging Face's T5, stays the one of layer 0; of other leaves
@@ -73,11 +73,7 @@ class RepeatLayers(ByRules):
             written_layer_group(regex, "RepeatLayers")
 
     def sources(self, old: int) -> list[int]:
-        """Lists the layer of the checkpoint's `old` ones for each new layer.
-
-        Raises:
-          ValueError: there is no such layer.
-        """
+        """Lists the checkpoint's layer for each new layer."""
         if not isinstance(self.how, str):
             if max(self.how) >= old:
                 raise ValueError(f"there is no layer {max(self.how)} among {old}")
@@ -88,7 +84,7 @@ class RepeatLayers(ByRules):
 
     # The number of layers is all that it needs of the source.
     def inverse(self, depth: int | None = None) -> RepeatLayers:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the transform back to the checkpoint's layers, from the first copy of each.
+        """Returns the transform back to the checkpoint's layers.
 
         Args:
           depth: the checkpoint's number of layers; None where `how` lists them all.
@@ -200,7 +196,7 @@ def _checked_how(how: Any, depth: int) -> str | tuple[int, ...]:
 
 
 def _taken(view: View, layers: Sequence[int], axis: int) -> View:
-    """Takes layers along an axis. One that is taken twice has one box, so that it is read once."""
+    """Takes layers along an axis, each box once."""
     runs: list[tuple[int, int]] = []
     for layer in layers:
         if runs and runs[-1][1] == layer:

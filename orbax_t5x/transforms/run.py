@@ -1,4 +1,4 @@
-"""Runs a chain of transforms: ours, and plain functions of T5X's protocol."""
+"""Runs chains of transforms and of T5X's functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def takes_is_resuming(function: Callable[..., Any]) -> bool:
 
 
 def _takes_target(function: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
-    """Reports whether a function takes the target beside the state; the functions of Orbax's guide take one tree."""
+    """Reports whether a function takes the target, too."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have no signature
@@ -90,7 +90,7 @@ def _run_function(
 
 
 def _record_raised(name: str, error: Exception, diagnostics: Diagnostics) -> None:
-    """Records what a caller's code raised; errors of the machine are raised again."""
+    """Records errors of a caller's code; re-raises the machine's."""
     if isinstance(error, OSError | MemoryError):
         raise for_caller(error)
     advice = "; ".join(getattr(error, "__notes__", ()))
@@ -121,7 +121,7 @@ def run_on_leaves(
     diagnostics: Diagnostics,
     skipped: Collection[int] = (),
 ) -> dict[str, Any]:
-    """Runs transforms like `run_transforms` on leaves of checkpoints, whose typed PRNG keys are one element each."""
+    """Runs transforms on leaves of checkpoints."""
     if not transforms:
         return dict(leaves)
     source = {name: as_keys(value) if isinstance(value, View) else value for name, value in leaves.items()}
@@ -140,11 +140,9 @@ def run_transforms(
     diagnostics: Diagnostics,
     skipped: Collection[int] = (),
 ) -> dict[str, Any]:
-    """Runs transforms in order on a flat state dict; problems and all else worth knowing go to `diagnostics`.
+    """Runs transforms in order on a flat state dict.
 
-    When resuming, our own transforms leave the state as it is, functions with the keyword `is_resuming` are called
-    with True, others are not called. What a caller's function or transform raises becomes a problem, except for OSError
-    and MemoryError, which say nothing about the state. Those at the positions `skipped` are run as when resuming.
+    Those at the positions `skipped` are run as when resuming.
     """
     state = dict(source_flat)
     for index, transform in enumerate(transforms):

@@ -1,6 +1,4 @@
-"""Transforms that change how large leaves are under their own names: grown at the end, or a part taken. Nothing is
-read.
-"""
+"""Transforms of sizes: leaves grown at the end, or cut."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ class Pad(InPlace):
 
 
 def _plain_number(value: Any) -> Any:
-    """Converts a number to Python's own, whole ones to integers; `FALLBACK` stays as it is."""
+    """Converts a number to Python's own."""
     if isinstance(value, Filling):
         return value
     number = value.item() if getattr(value, "shape", None) == () else value
@@ -114,7 +112,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def _as_dtype(value: complex, dtype: np.dtype) -> np.ndarray:
-    """Converts a number to a leaf's dtype, rounded where that is a float."""
+    """Converts a number to a leaf's dtype."""
     if _fits_dtype(value, dtype):
         with np.errstate(all="ignore"):
             array = np.asarray(value).astype(dtype)
@@ -124,7 +122,7 @@ def _as_dtype(value: complex, dtype: np.dtype) -> np.ndarray:
 
 
 def _fits_dtype(value: complex, dtype: np.dtype) -> bool:
-    """Reports whether a number is of a leaf's kind, and within its range where that is an integer's."""
+    """Reports whether a number fits a leaf's dtype."""
     match kind_of(dtype):
         case "bool":
             return value in (0, 1)
@@ -169,7 +167,7 @@ class Slice(InPlace):
         self._set(index=tuple(_index_item(part) for part in (given if isinstance(given, tuple) else (given,))))
 
     def describe(self) -> str:
-        """Returns one line for people, with the index in Python's notation."""
+        """Returns a line for people, in Python's notation."""
         return f"Slice({self._arguments('')})"
 
     def as_code(self) -> str:
@@ -186,7 +184,7 @@ class Slice(InPlace):
 
 
 def _index_item(part: Any) -> IndexItem:
-    """Converts one element of an index to a hashable form: Python 3.11 cannot hash slices."""
+    """Converts an index's item to a hashable form."""
     if part is None or part is ...:
         return part
     if isinstance(part, slice | tuple):

@@ -1,4 +1,4 @@
-"""Several sources into one tree: their weighted average, or the first that has a leaf.
+"""Several sources as a tree: averaged, or by precedence.
 
 Leaf names of several sources start with the source's name. Each leaf is read once, and averages are computed box by
 box, after reading.
@@ -25,7 +25,7 @@ Weights = tuple[tuple[str, float], ...] | tuple[float, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Average(Transform):
-    """The weighted average of named sources; the result has the name without the source's.
+    """The weighted average of named sources.
 
     Weights are divided by their sum. Results have the common dtype of the sources, by JAX's promotion. Integers are
     rounded, with a warning; with negative weights, which could leave their range, they are a problem. Booleans
@@ -110,7 +110,7 @@ class Average(Transform):
         return dict(zip(sources, given, strict=True))
 
     def _groups(self, state: FlatState, weights: Mapping[str, float]) -> dict[str, dict[str, str]]:
-        """Returns name without the source's -> source -> name, for the leaves that take part."""
+        """Groups leaves by name and source."""
         regex = compile_pattern(self.pattern, "Average")
         groups: dict[str, dict[str, str]] = {}
         chosen: set[str] = set()
@@ -125,7 +125,7 @@ class Average(Transform):
     def _put_average(
         self, result: str, leaves: FlatState, weights: Mapping[str, float], new: NewState, diagnostics: Diagnostics
     ) -> None:
-        """Puts the average of leaves, in the order of the weights, under the name `result`."""
+        """Puts the average of leaves under a name."""
         first = next(iter(leaves))
         if all(value is None for value in leaves.values()):
             new.put(result, None, first, "Average")
@@ -144,7 +144,7 @@ class Average(Transform):
 
 
 def _average(views: list[View], weights: list[float], name: str, diagnostics: Diagnostics) -> View | None:
-    """Averages arrays; returns None where a problem was recorded."""
+    """Averages arrays, or records a problem."""
     kinds = {kind_of(view.dtype) for view in views}
     if any(leaf.prng_impl is not None for view in views for leaf in view.leaves()):
         message = f"Average: {name!r} holds PRNG keys, which have no average"
@@ -166,7 +166,7 @@ def _average(views: list[View], weights: list[float], name: str, diagnostics: Di
 
 @dataclasses.dataclass(frozen=True)
 class Overlay(Transform):
-    """Combination of named sources by precedence: each leaf comes from the first source that has it.
+    """Combination of named sources by precedence.
 
     Leaves get their names without the source's; those of later sources that an earlier one has, too, are
     dropped.

@@ -1,4 +1,4 @@
-"""Cutting leaves into parts and joining parts into leaves along an axis; nothing is read."""
+"""Cuts leaves into parts and joins parts into leaves."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Concat(ByRules):
                 new.put(joined, value, parts[min(parts)], f"Concat of {len(parts)} into {self.into!r}")
 
     def _join(self, joined: str, parts: Sequence[tuple[int, str, Any]], diagnostics: Diagnostics) -> View | None:
-        """Joins leaves, each (index of its pattern, name, leaf); returns None where a problem was recorded."""
+        """Joins leaves, or records a problem."""
         present = {index for index, _, _ in parts}
         lacking = [pattern_text(pattern) for index, pattern in enumerate(self.patterns) if index not in present]
         if lacking:

@@ -1,4 +1,4 @@
-"""A new flat state dict while a transform makes it: every name once, and what made it.
+"""A new flat state dict with origins of its leaves.
 
 Two leaves that land on one name are a problem, never the loss of one of them.
 """
@@ -23,7 +23,7 @@ class NewState:
         self._origins: dict[str, tuple[str, str]] = {}
 
     def put(self, name: str, value: Any, made_from: str, rule: str | None = None) -> None:
-        """Adds a leaf under a new name, made from the old one by a rule; no rule where it stays what it was."""
+        """Adds a leaf, made from an old leaf by a rule."""
         if name in self.flat:
             self._diagnostics.problem(
                 "duplicate",
@@ -38,13 +38,13 @@ class NewState:
             self._origins[name] = (made_from, rule)
 
     def finish(self) -> dict[str, Any]:
-        """Returns the new state dict, and records in the diagnostics what made each leaf."""
+        """Returns the state dict and records its origins."""
         self._diagnostics.record_origins(self._origins)
         return self.flat
 
 
 def view_of(name: str, value: Any, diagnostics: Diagnostics, *, becomes: str | None = None) -> View | None:
-    """Returns a leaf as a view; None, with a problem about the leaf that it `becomes`, where it is no array."""
+    """Returns a leaf as a view, or records a problem."""
     try:
         return as_view(value, name=name)
     except (TypeError, ValueError) as error:
@@ -55,7 +55,7 @@ def view_of(name: str, value: Any, diagnostics: Diagnostics, *, becomes: str | N
 
 
 def views_of(leaves: Iterable[tuple[str, Any]], diagnostics: Diagnostics, *, becomes: str) -> list[View] | None:
-    """Returns several leaves as views, by `view_of`; None where one is no array."""
+    """Returns leaves as views, or None after a problem."""
     views = [view_of(name, value, diagnostics, becomes=becomes) for name, value in leaves]
     arrays = [view for view in views if view is not None]
     return arrays if len(arrays) == len(views) else None
@@ -70,7 +70,7 @@ def combine_leaves(
     rule: str,
     advice: str | None = None,
 ) -> View | None:
-    """Combines leaves into one view; returns None where a problem was recorded: an error of `combine` is one."""
+    """Combines leaves into a view; records a problem on failure."""
     views = views_of(leaves, diagnostics, becomes=becomes)
     if views is None:
         return None

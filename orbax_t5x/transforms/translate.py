@@ -1,4 +1,4 @@
-"""Transform of a bundle's names to the target's, by the rule table of `orbax_t5x.mesh_tf` or the caller's own.
+"""Translation of a bundle's names to the target's.
 
 Names are translated and views passed on; nothing is read. Names that no rule knows are one problem that lists them,
 since a bundle from another model has them by the hundred.
@@ -30,7 +30,7 @@ _PARAMETERS = "target/"
 
 @dataclasses.dataclass(frozen=True)
 class Translate(Transform):
-    """Translation of the names of a Mesh TensorFlow T5 bundle into T5X's.
+    """Translation of a Mesh TensorFlow T5 bundle's names to T5X's.
 
     Parameters get the prefix of the target's parameters, without a target `target/`. A relative bias becomes the
     tower's or a layer's as the target names it, and the (1,) zeros of T5X's Adafactor appear where the target has them;
@@ -73,11 +73,11 @@ class Translate(Transform):
         return rename_leaves(values, rename_counts(values, target), "as the target names it", diagnostics)
 
     def describe(self) -> str:
-        """Returns one line for people."""
+        """Returns a line for people."""
         return "Translate()" if self.translator is None else f"Translate({self.translator!r})"
 
     def digest(self) -> str | None:
-        """As `Transform.digest`; a translator counts by its patterns and the names of its functions."""
+        """Returns the digest of the translator's patterns and functions."""
         if not isinstance(self.translator, CheckpointTranslator):
             return super().digest()
         if self.translator.digest() is None:
@@ -91,7 +91,7 @@ def _new_origins(translation: Translation, renames: Mapping[str, str]) -> dict[s
 
 
 def _translate(translator: Any, state: FlatState, diagnostics: Diagnostics) -> Translation:
-    """Runs a translator. One of ours returns all failures; one that has only `apply` raises its first."""
+    """Runs a translator, and collects all its failures."""
     if isinstance(translator, CheckpointTranslator) and type(translator).apply is CheckpointTranslator.apply:
         return translator.translate(state, {})
     try:

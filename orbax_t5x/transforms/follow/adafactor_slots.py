@@ -1,4 +1,4 @@
-"""A transform between T5X's Adafactor slots and `optax.adafactor`'s factored state; what is not exact is a problem."""
+"""Conversion between T5X's and Optax's state of Adafactor."""
 
 from __future__ import annotations
 

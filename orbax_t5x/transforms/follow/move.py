@@ -1,4 +1,4 @@
-"""The optimizer leaves of a parameter that a transform made of others.
+"""The optimizer's leaves of a parameter made of old parameters.
 
 Pure: leaves in, lazy leaves out, and for each whether it is exact, approximate or reset. A leaf that has the
 parameter's shape is computed as the parameter was. Adafactor's v_row and v_col are computed over the dimensions that
@@ -29,7 +29,7 @@ RuleOf = Callable[[str, int], tuple[FactorDim, ...] | None]
 
 @dataclasses.dataclass(frozen=True)
 class NewParameter:
-    """A new parameter, the old ones that it is made of, and the leaves of one optimizer for them, by kind.
+    """A parameter's view, and old leaves of an optimizer for it.
 
     `view` is computed from symbols of the old ones; `wanted` are the target's leaves. With `always_by_size` the second
     moment is factored by size for every rank (Optax). `not_in_use` are kinds of which parameters of other shapes have
@@ -55,13 +55,13 @@ class NewParameter:
         return [leaves[kind] for leaves in self.leaves.values()]
 
     def wanted_shape(self, kind: str) -> Shape | None:
-        """Returns the shape of the target's leaf of a kind, where that is known."""
+        """Returns the shape of the target's leaf, if known."""
         return _slot_shape(self.wanted.get(kind))
 
 
 @dataclasses.dataclass
 class MovedLeaves:
-    """The new parameter's optimizer leaves by kind, those that are approximate, and why others have no new leaf."""
+    """A new parameter's leaves by kind, approximate and reset kinds."""
 
     leaves: dict[str, Any] = dataclasses.field(default_factory=dict)
     approximate: set[str] = dataclasses.field(default_factory=set)
@@ -69,12 +69,12 @@ class MovedLeaves:
 
 
 def is_placeholder_for(leaf: Any, shape: Shape | None) -> bool:
-    """Reports whether an optimizer's leaf is, by its shape, a placeholder for a parameter of this shape."""
+    """Reports whether a leaf is a placeholder for a parameter."""
     return shape is not None and _slot_shape(leaf) == _PLACEHOLDER != shape
 
 
 def move_leaves(param: NewParameter, rule_of: RuleOf) -> MovedLeaves:
-    """Moves all leaves of one optimizer for one new parameter."""
+    """Moves an optimizer's leaves for a new parameter."""
     moved = MovedLeaves()
     if is_symbol(param.view) and all(
         param.wanted_shape(kind) in (None, _slot_shape(param.all_of(kind)[0])) for kind in param.kinds
@@ -97,7 +97,7 @@ def _slot_shape(value: Any) -> Shape | None:
 
 
 def _move_one(param: NewParameter, kind: str, moved: MovedLeaves) -> None:
-    """Moves leaves that have their parameters' shapes, that are all None, or that are all placeholders."""
+    """Moves leaves like their parameters, Nones and placeholders."""
     leaves = param.all_of(kind)
     shapes = {symbol.name: symbol.shape for symbol in symbols_of(param.view)}
     if all(leaf is None for leaf in leaves):
@@ -113,7 +113,7 @@ def _move_one(param: NewParameter, kind: str, moved: MovedLeaves) -> None:
 
 
 def _is_placeholder(param: NewParameter, kind: str) -> bool:
-    """Reports whether leaves that have the shape of their parameters, (1,), are placeholders all the same."""
+    """Reports whether leaves of parameters of shape (1,) are placeholders."""
     if {_slot_shape(leaf) for leaf in param.all_of(kind)} != {_PLACEHOLDER} or kind in _SECOND_MOMENT:
         return False
     wanted = param.wanted_shape(kind)
@@ -135,7 +135,7 @@ def _replay(param: NewParameter, kind: str, moved: MovedLeaves) -> None:
 
 
 def _move_second_moment(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves) -> None:
-    """Moves v_row and v_col where the second moment is factored, v where it is not; the others are placeholders."""
+    """Moves v_row and v_col, or v; the rest are placeholders."""
     before = {_is_factored(leaves) for leaves in param.leaves.values()}
     after = _becomes_factored(param, any(before))
     live = _FACTORED if after else ("v",)
@@ -160,7 +160,7 @@ def _is_factored(leaves: Mapping[str, Any]) -> bool:
 
 
 def _becomes_factored(param: NewParameter, was: bool) -> bool:
-    """Reports whether the target's second moment is factored; without a target, whether it was before."""
+    """Reports whether the target's second moment is factored."""
     if "v_row" not in param.wanted:
         return was
     if all(param.wanted_shape(kind) == _PLACEHOLDER for kind in _FACTORED):
@@ -169,7 +169,7 @@ def _becomes_factored(param: NewParameter, was: bool) -> bool:
 
 
 def _move_factored(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves) -> None:
-    """Moves v_row and v_col if exactly one choice of averaged dimensions, before and after, fits all the shapes."""
+    """Moves v_row and v_col if a single solution exists."""
     shape = tuple(param.view.shape)
     v_row, v_col = (param.wanted_shape(kind) for kind in _FACTORED)
     rule = rule_of(param.path, len(shape))
@@ -188,7 +188,7 @@ def _move_factored(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves) -> 
 
 
 def _dims_before(param: NewParameter, rule_of: RuleOf) -> Iterator[dict[str, FactorDims]]:
-    """Yields every choice of averaged dimensions for the old parameters, the same for those that are alike."""
+    """Yields every choice of averaged dimensions of old parameters."""
     groups: dict[Any, list[str]] = collections.defaultdict(list)
     for symbol in symbols_of(param.view):
         v_row, v_col = (_slot_shape(param.leaves[symbol.name][kind]) for kind in _FACTORED)
@@ -202,10 +202,7 @@ def _dims_before(param: NewParameter, rule_of: RuleOf) -> Iterator[dict[str, Fac
 def _solve(
     param: NewParameter, before: Mapping[str, FactorDims], after: FactorDims
 ) -> tuple[dict[str, Any], set[str]] | None:
-    """Computes v_row and v_col for one choice of averaged dimensions, and which of them are approximate.
-
-    None where the old slots do not hold what the new ones need.
-    """
+    """Computes v_row and v_col for a choice, or returns None."""
     used: set[tuple[str, str]] = set()
 
     def leaf(symbol: Symbol, kept: KeptDims) -> View:
@@ -231,5 +228,5 @@ def _solve(
 
 
 def _large(kept: Iterable[int], shape: Sequence[int]) -> KeptDims:
-    """Returns the kept dimensions with more than one element; the others make no difference."""
+    """Drops kept dimensions of size 1."""
     return frozenset(dim for dim in kept if shape[dim] != 1)

@@ -54,7 +54,7 @@ _GIVE_ROOTS = Fix("give FollowOptimizer(…, roots=[(root of the parameters, roo
 
 @dataclasses.dataclass(frozen=True)
 class FollowOptimizer(Transform):
-    """Transform of parameters that also changes the optimizer's leaves in the same way.
+    """Transform of parameters and, in the same way, of their optimizer.
 
     The transform gets parameters, step and counts, not the leaves that belong to parameters; its patterns are for
     the parameters. The fidelity of each leaf that follows is recorded: "exact"; "approximate" (averaged, repeated, or
@@ -90,7 +90,7 @@ class FollowOptimizer(Transform):
         object.__setattr__(self, "roots", STANDARD_ROOTS if self.roots is None else checked_roots(self.roots))
 
     def describe(self) -> str:
-        """Returns one line for people."""
+        """Returns a line for people."""
         return f"FollowOptimizer({describe_transform(self.transform)})"
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class FollowOptimizer(Transform):
         return following.with_counts(result) if given is None else result
 
     def rule_of(self, path: str, rank: int) -> tuple[FactorDim, ...] | None:
-        """Returns the Adafactor rule that `factors` has for a parameter; None where it has none."""
+        """Returns the Adafactor rule for a parameter, or None."""
         for pattern, spec in self.factors:
             if len(spec) == rank and rule_table((pattern,)).first(path) is not None:
                 return tuple(FactorDim[part] for part in spec)
@@ -130,7 +130,7 @@ class FollowOptimizer(Transform):
 
 
 def _checked_spec(spec: Sequence[Any]) -> Spec:
-    """Normalizes the role of each dimension, given as text or enum members; another word is a ValueError."""
+    """Normalizes the role of each dimension."""
     parts = tuple(str(getattr(part, "name", part)).upper() for part in spec)
     if not _PARTS.issuperset(parts) or not {"ROW", "COLUMN"} <= set(parts):
         raise ValueError(f"the dimensions of a factored parameter are ROW, COLUMN (both), or BATCH, not {spec!r}")
@@ -138,7 +138,7 @@ def _checked_spec(spec: Sequence[Any]) -> Spec:
 
 
 def _check_clear(leaves: FlatState, before: FlatState, after: FlatState, diagnostics: Diagnostics) -> None:
-    """Refuses a change of parameters while an optimizer's state may be theirs or another tree's."""
+    """Refuses changes to parameters with an unclear optimizer."""
     for container, roots in find_roots(leaves).unclear.items():
         changed = [
             name
@@ -160,7 +160,7 @@ _Position = tuple[str, str]
 
 
 class _PlaceOfSlots(NamedTuple):
-    """A new parameter's train state and path, and the names that its slots get."""
+    """A new parameter's train state, path and names of slots."""
 
     names: SlotNames
     state: StateRoot
@@ -207,7 +207,7 @@ class _Places:
         return self.old.roots[state.number] in STANDARD_ROOTS
 
     def _own_roots(self, moved: FlatState) -> dict[StateRoot, str]:
-        """Returns the new root of each old state's parameters that no known root is above."""
+        """Returns new roots of parameters below no known root."""
         votes: dict[StateRoot, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         outside: dict[StateRoot, list[str]] = collections.defaultdict(list)
         inside: set[StateRoot] = set()
@@ -231,7 +231,7 @@ class _Places:
         return result
 
     def of(self, name: str, old: StateRoot) -> _PlaceOfSlots | None:
-        """Returns the place of a parameter that was made of one in a state; None where there is none."""
+        """Returns the place of a new parameter, or None."""
         known = self._known(name, old)
         root = self._own.get(old)
         if known is not None or root is None:
@@ -242,7 +242,7 @@ class _Places:
     def tree(
         self, place: _PlaceOfSlots, old: SlotTree, kinds: Sequence[str], others: Iterable[_Position]
     ) -> tuple[SlotTree, Sequence[str]]:
-        """Returns the tree and the kinds of new slots: the target's, if it has a single tree of these kinds."""
+        """Returns the tree and the kinds of new slots."""
         position = old.path, old.form
         if place.names is self._target and not self._target_kinds[position].issuperset(kinds):
             if old.kind_first and all(kind.isdecimal() for kind in kinds):
@@ -258,7 +258,7 @@ class _Places:
         return SlotTree(place.state, *position), kinds
 
     def _by_fields(self, place: _PlaceOfSlots, path: str, kinds: Sequence[str]) -> Sequence[str]:
-        """Returns the names of the fields that the target's record has at these indices."""
+        """Returns the target's fields at these indices."""
         start = place.names.directory(SlotTree(place.state, path, "")) + "/"
         below = [name.removeprefix(start).split("/")[0] for name in self._target_names if name.startswith(start)]
         fields = dict(enumerate(dict.fromkeys(below)))
@@ -266,7 +266,7 @@ class _Places:
 
 
 class _OptimizerMover:
-    """Mover of the optimizer's leaves in one run of `FollowOptimizer`; records their fidelity."""
+    """Mover of the optimizer's leaves in a run."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class _OptimizerMover:
         self._not_in_use = self._kinds_not_in_use()
 
     def _kinds_not_in_use(self) -> dict[_Position, frozenset[str]]:
-        """Returns, for each tree, the kinds of which a parameter has a placeholder."""
+        """Returns the kinds of which a parameter has a placeholder."""
         shapes = {self._names.param(name): getattr(value, "shape", None) for name, value in self._state.items()}
         return {
             tree: frozenset(
@@ -384,22 +384,22 @@ class _OptimizerMover:
         is_factored_anew = any(_FACTORS & (moved.approximate | moved.reset.keys()) for _, moved in every)
         for new, moved in every:
             if is_factored_anew:
-                moved.approximate.update(_MOMENTUM & moved.leaves.keys())
+                # A placeholder is no momentum.
+                shapes = {kind: getattr(moved.leaves[kind], "shape", (1,)) for kind in _MOMENTUM & moved.leaves.keys()}
+                moved.approximate.update(kind for kind, shape in shapes.items() if tuple(shape) != (1,))
             result.update((new[kind], leaf) for kind, leaf in moved.leaves.items())
             self._record(name, new, moved)
         return result
 
     def _wanted(self, name: str, value: View, slots: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the target's slots of a new parameter; none where the target's is of another layout, which a later
-        transform makes.
-        """
+        """Returns the target's slots of a parameter of its shape."""
         shape = getattr(self._target.get(name), "shape", None)
         if shape is not None and tuple(shape) != tuple(value.shape):
             return {}
         return {kind: self._target[slot] for kind, slot in slots.items() if slot in self._target}
 
     def _lost_kinds(self, having: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-        """Returns the kinds of which an earlier FollowOptimizer reset a leaf, with the reason of each."""
+        """Returns the kinds that were reset before, with reasons."""
         lost = {kind: slot for slots in having.values() for kind, slot in slots.items() if slot not in self._state}
         return {kind: self._diagnostics.rule_for[slot].removeprefix(_RESET) for kind, slot in lost.items()}
 
@@ -418,7 +418,7 @@ class _OptimizerMover:
                 self._reset[reason].append(new[kind])
 
     def put(self, result: dict[str, Any], leaves: Mapping[str, Any]) -> None:
-        """Adds slots to a state; a name that is taken is a problem."""
+        """Adds slots to a state; a taken name is a problem."""
         for name, value in leaves.items():
             if name in result:
                 self._diagnostics.problem(
@@ -427,14 +427,14 @@ class _OptimizerMover:
             result[name] = value
 
     def with_counts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state in which step and counts are where the target has them, beside slots that moved there."""
+        """Renames step and counts beside slots that moved."""
         renames = rename_counts(result, self._target, self._directories)
         rule = "with its optimizer's leaves"
         self._diagnostics.record_origins({new: (old, rule) for old, new in renames.items()})
         return {renames.get(name, name): value for name, value in result.items()}
 
     def finish(self) -> None:
-        """Records one warning per reason for what was reset, and the problem of slots that have no new name."""
+        """Records warnings and problems of the whole run."""
         homeless = {slot: param for slot, param in self._homeless.items() if slot not in self._followed}
         if homeless:
             names = list(dict.fromkeys(homeless.values()))

@@ -1,4 +1,4 @@
-"""Records what a transform does to parameters, and does the same to arrays that belong to them.
+"""Records transforms of parameters and repeats them on other arrays.
 
 A transform is run on symbols: views of leaves that cannot be read. Its results are graphs of views over symbols. A
 graph is built again over other arrays: over the parameters themselves, over a momentum of the same shape, or over an
@@ -50,7 +50,7 @@ KeptDims = frozenset[int]
 
 
 class CannotFollowError(ValueError):
-    """Error: what was done to a parameter cannot be done to its optimizer's leaf; the text has the reason."""
+    """Error: a parameter's change cannot be made to its slot."""
 
 
 class Symbol(Leaf):
@@ -69,7 +69,7 @@ class Symbol(Leaf):
 
 
 def symbol_for(name: str, value: Any) -> View | None:
-    """Returns a symbol of a leaf's shape and dtype; None where the leaf is no array."""
+    """Returns a symbol of an array's shape and dtype, or None."""
     if value is None:
         return None
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -85,13 +85,13 @@ def symbol_for(name: str, value: Any) -> View | None:
 
 
 def symbols_of(value: Any) -> Iterator[Symbol]:
-    """Yields the symbols that a result is made of, each once, in order."""
+    """Yields the symbols of a result, each once."""
     if isinstance(value, View):
         yield from (leaf for leaf in value.leaves() if isinstance(leaf, Symbol))
 
 
 def is_symbol(value: Any) -> bool:
-    """Reports whether a result is a symbol itself, with nothing done to it."""
+    """Reports whether a result is an unchanged symbol."""
     return isinstance(value, View) and isinstance(value.leaf, Symbol)
 
 
@@ -112,7 +112,7 @@ class Replay:
     is_exact: bool = True
 
     def build(self, view: View, kept: KeptDims) -> View:
-        """Builds the view over the other leaves; its dimensions are the kept ones of `view`, in order."""
+        """Builds the view over other leaves in kept dimensions."""
         return self._build(view.node, kept)
 
     def _build(self, node: Node, kept: KeptDims) -> View:

@@ -1,4 +1,4 @@
-"""Finds names that are close to a missing one, at a bounded cost.
+"""Finds names that are close to a missing name.
 
 Comparing text is slow (difflib needs milliseconds for a few dozen names), so only names that share most parts of
 their path are compared.
@@ -12,7 +12,7 @@ import heapq
 import re
 from collections.abc import Iterable
 
-from orbax_t5x.optim.moments import may_be_moment
+from orbax_t5x import on_demand
 
 # difflib compares this many at most; more have never changed the best three, and cost linearly.
 _COMPARED = 32
@@ -20,6 +20,7 @@ _COMPARED = 32
 _LOOKED_AT = 20_000
 _CUTOFF = 0.5
 
+may_be_moment = on_demand.function("orbax_t5x.optim.moments", "may_be_moment")
 _PART = re.compile(r"[A-Za-z]+|\d+")
 
 
@@ -28,7 +29,7 @@ def _name_parts(name: str) -> frozenset[str]:
 
 
 class ClosestNames:
-    """Look-up of close names among many; what look-ups share is computed at the first one."""
+    """Look-up of close names among many."""
 
     def __init__(self, names: Iterable[str]):
         self._names = names
@@ -42,7 +43,7 @@ class ClosestNames:
         return [candidate for candidate in self._candidates if not may_be_moment(candidate[0])]
 
     def to(self, name: str, count: int = 3) -> list[str]:
-        """Returns at most `count` names that are most like `name`, which may be a pattern; best first."""
+        """Returns the names closest to a name or pattern."""
         # A pattern's escapes and quantifiers are no part of a name; \d+ is some number.
         plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", name)
         plain = re.sub(r"\\[a-zA-Z]|[\\^$|?*+(){}\[\]]|\.(?=\*)", "", plain)

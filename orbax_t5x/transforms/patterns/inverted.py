@@ -113,7 +113,7 @@ def _group_end(text: str, at: int) -> int:
 def written_pattern(
     tokens: Sequence[str | int], groups: Mapping[int, str], names: Mapping[int, str] | None = None
 ) -> tuple[str, dict[int, int]]:
-    """Writes tokens as a pattern; returns the number that each group has in it."""
+    """Writes tokens as a pattern, with numbers of groups."""
     pattern, numbers = "", dict[int, int]()
     for token in tokens:
         if isinstance(token, str):

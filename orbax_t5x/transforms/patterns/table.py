@@ -1,4 +1,4 @@
-"""A table of rules that finds the first of many patterns that matches a whole name.
+"""A table of rules with patterns of whole names.
 
 A restore looks up every leaf. Patterns of plain text are looked up in a dict. A pattern with a
 part of plain text between slashes (`target/(.*)`, `(enc|dec)/layers_0/.*`) is tried only for names that have that
@@ -48,7 +48,7 @@ def check_pattern(pattern: Pattern, owner: str) -> None:
 
 
 def pattern_tuple(patterns: Pattern | Iterable[Pattern], owner: str) -> tuple[Pattern, ...]:
-    """Returns one pattern, or several, as a tuple of valid ones."""
+    """Returns patterns as a tuple, validated."""
     if not isinstance(patterns, (str, re.Pattern, Iterable)):
         raise TypeError(f"{owner}: give a list of patterns, not {patterns!r}")
     listed = (patterns,) if isinstance(patterns, (str, re.Pattern)) else tuple(patterns)
@@ -82,7 +82,7 @@ def rule_text(owner: str, rule: Rule) -> str:
 
 
 class RuleTable:
-    """Table of patterns in order of precedence; the first that matches a whole name decides."""
+    """Table of patterns in order of precedence."""
 
     def __init__(self, patterns: Sequence[Pattern]):
         self.patterns: tuple[Pattern, ...] = tuple(patterns)
@@ -109,7 +109,7 @@ class RuleTable:
         return _compiled(self.patterns[index])
 
     def first(self, name: str) -> tuple[int, re.Match[str]] | None:
-        """Returns the index of the first rule that matches the whole name, and its match; None if no rule does."""
+        """Returns the first matching rule and its match, or None."""
         literal = self._literals.get(name)
         likely = self._always
         if self._by_part:
@@ -142,10 +142,7 @@ _GROUP = re.compile(r"\((?:\?:|\?P<\w+>|(?!\?))[^()]*\)")
 
 
 def plain_parts(pattern: Pattern) -> set[str]:
-    """Returns parts between slashes that every matching name has; empty where that is not evident.
-
-    Only text outside groups and classes counts, and only without flags and alternatives.
-    """
+    """Returns the parts that every matching name has."""
     if isinstance(pattern, re.Pattern) and pattern.flags != re.UNICODE:
         return set()
     text = _CLASS.sub("\0", _ESCAPE.sub("\0", pattern_text(pattern)))
@@ -175,7 +172,7 @@ def rule_table(patterns: tuple[Pattern, ...]) -> RuleTable:
 
 
 def expand(match: re.Match[str], template: str, rule: str, diagnostics: Diagnostics) -> str | None:
-    """Fills the groups into a replacement; returns None, with a problem, where it names a group that does not exist."""
+    """Expands a replacement, or records a problem."""
     try:
         return expand_match(match, template)
     except ValueError as error:
@@ -184,13 +181,13 @@ def expand(match: re.Match[str], template: str, rule: str, diagnostics: Diagnost
 
 
 def new_name(match: re.Match[str], template: str, rule: str, diagnostics: Diagnostics) -> str | None:
-    """As `expand`, for the name of a new leaf: an empty name, or an empty part between slashes, is a problem."""
+    """Expands a new leaf's name, or records a problem."""
     name = expand(match, template, rule, diagnostics)
     return name if name is None or has_no_empty_part(name, match.string, rule, diagnostics) else None
 
 
 def has_no_empty_part(name: str, old: str, rule: str, diagnostics: Diagnostics) -> bool:
-    """Reports whether a new name has no empty part, unless the old name has one; records a problem where not."""
+    """Records a problem for new names with empty parts."""
     if all(name.split("/")) or not all(old.split("/")):
         return True
     # Without the old name: what one rule does to many leaves is one entry of the error's text.

@@ -16,7 +16,7 @@ _TEMPLATE_PART = re.compile(
 
 @functools.lru_cache(maxsize=1 << 14)
 def _template_parts(template: str) -> tuple[str | int | tuple[str], ...] | None:
-    """Splits a template into text, numbers of groups and (name,) of groups; None if it needs the regex engine."""
+    """Splits a template into text and groups, or returns None."""
     parts: list[str | int | tuple[str]] = []
     at = 0
     while at < len(template):
@@ -30,7 +30,7 @@ def _template_parts(template: str) -> tuple[str | int | tuple[str], ...] | None:
 
 
 def expand_match(match: re.Match[str], template: str) -> str:
-    """Computes `match.expand(template)`, with the template parsed once; a ValueError for unknown groups or escapes."""
+    """Computes `match.expand` with the template parsed once."""
     parts = _template_parts(template)
     try:
         if parts is not None:

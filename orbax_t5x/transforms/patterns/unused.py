@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.optim.moments import is_in_optimizer
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.closest import ClosestNames
+from orbax_t5x.transforms.patterns.closest import ClosestNames, may_be_moment
 from orbax_t5x.transforms.patterns.table import Pattern, RuleTable, pattern_text
 
 # A table of hundreds of forgotten rules is scanned for the cause of the first few only.
@@ -26,11 +25,7 @@ def note_unused(
     required: bool,
     what: str = "the state dict",
 ) -> None:
-    """Records rules that decided nothing: a problem where they matched nothing and had to, else a warning.
-
-    A rule that matches names which earlier rules decide is shadowed: a warning. A pattern given twice counts once.
-    `used` are the indices of rules that decided something, `what` is where the names are from.
-    """
+    """Records unused rules as problems or warnings."""
     if len(used) == len(table.patterns) or (not required and not diagnostics.warns_of_unused):
         return
     names = list(names)
@@ -58,7 +53,7 @@ def note_unused(
             continue
         near = closest.to(text) if regex is not None else []
         shown = (
-            f"; the names are such as {sorted(names, key=is_in_optimizer)[:_SHOWN_NAMES]}"
+            f"; the names are such as {sorted(names, key=may_be_moment)[:_SHOWN_NAMES]}"
             if names
             else "; there are none"
         )

@@ -80,3 +80,12 @@ def test_two_passes_have_the_fidelity_of_one(second, name, approximate):
         slots = {slot: diagnostics.fidelity[slot] for slot in target if slot.startswith("state/param_states/")}
         assert {slot[len("state/param_states/") :] for slot, kind in slots.items() if kind != "exact"} == approximate
         assert diagnostics.warnings == [] and diagnostics.problems == []
+
+
+def test_momentum_is_approximate_where_its_factors_are():
+    """Adafactor's momentum is a mean of updates, which the factors of another shape would have scaled otherwise."""
+    definition = Adafactor(0.1, min_dim_size_to_factor=2, beta1=0.9)
+    source, target = (after_steps(definition, {"w": np.ones(shape, np.float32)}, []) for shape in ((3, 2), (3, 3)))
+    _, diagnostics = run(tr.FollowOptimizer(tr.Pad("target/w", (None, 3))), source, target)
+    kinds = {kind: diagnostics.fidelity[f"state/param_states/w/{kind}"] for kind in ("m", "v_row", "v_col")}
+    assert kinds == {"m": "approximate", "v_row": "approximate", "v_col": "exact"}
