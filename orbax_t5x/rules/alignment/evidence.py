@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Iterator, Mapping
 
-from orbax_t5x.rules.alignment.kinds import LeafKind, Shape, Sides, Template, Tree
+from orbax_t5x.rules.alignment.kinds import LAYER, LeafKind, Shape, Sides, Template, Tree
 from orbax_t5x.rules.alignment.words import features, is_of_module, meaning_of, meanings
 
 GIVEN, NAME, RENAMING, STRUCTURE = "given", "by its name", "by its name after a renaming", "by structure"
@@ -176,7 +176,17 @@ class Evidence:
         is_named = bool(self._telling(source, target))
         if not is_named and not _has_words_of(source, target) and not self._is_supported(source, target):
             return "", "only its shape speaks for it", [source]
+        if not _is_called_the_same(source, target) and self._is_uneven(source, target):
+            return "", "one side has more leaves of its shape there: which are lacking, nothing shows", [source]
         return RENAMING if is_named else STRUCTURE, "", []
+
+    def _is_uneven(self, source: LeafKind, target: LeafKind) -> bool:
+        """Tests for other numbers of leaves of the shape in the layer, or outside of layers."""
+        counts = [
+            sum(_layer_of(one) == _layer_of(kind) and one.places == kind.places for one in tree.by_bag[kind.bag])
+            for tree, kind in ((self._sides.source, source), (self._sides.target, target))
+        ]
+        return counts[0] != counts[1]
 
     def _rivals(self, kind: LeafKind, other: LeafKind, side: int) -> Iterator[LeafKind]:
         for one in self._tree(side).by_bag[kind.bag]:
@@ -280,6 +290,17 @@ class Evidence:
             return True
         of_all = frozenset.intersection(*[kind.words for kind in self._sides.source.kinds])
         return not self._kept.keys() - of_all and len(self._pairs) == len(self._sides.target.kinds)
+
+
+def _layer_of(kind: LeafKind) -> Template:
+    """Returns the parts of a name up to the number of its layer."""
+    return kind.template[: len(kind.template) - kind.template[::-1].index(LAYER)] if kind.is_in_layers else ()
+
+
+def _is_called_the_same(one: LeafKind, other: LeafKind) -> bool:
+    """Tests that the innermost modules have one meaning."""
+    ours, theirs = (features([part for part in kind.parts if is_of_module(part)][-1:], 1) for kind in (one, other))
+    return not ours.isdisjoint(theirs)
 
 
 def _has_words_of(one: LeafKind, other: LeafKind) -> bool:

@@ -66,4 +66,5 @@ def test_a_decoder_beside_an_encoder_disturbs_nothing(names):
     encoder = {name: value for name, value in source.items() if "decoder" not in name and "head" not in name}
     alone, both = (ot.rules.align(ours, target) for ours in (encoder, source))
     assert not wrong_leaves(both, source, target)
-    assert both.covered == alone.covered > len(target) / 2
+    # Of two last norms one is asked about.
+    assert both.covered >= alone.covered - 1 > len(target) / 2
