@@ -24,7 +24,7 @@ _FREE_BYTES = 256 << 20
 
 def parsed_bytes(data: bytes) -> int:
     """Estimates the memory for parsing, by structural characters."""
-    objects, lists, pairs, elements = (data.count(mark) for mark in (b"{", b"[", b":", b","))
+    objects, lists, pairs, elements = map(data.count, (b"{", b"[", b":", b","))
     return (
         objects * _OBJECT_BYTES
         + min(objects, pairs) * _FIRST_PAIR_BYTES

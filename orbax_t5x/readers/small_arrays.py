@@ -152,6 +152,7 @@ class SmallArrays:
         self._metadata = metadata
         self._limits = limits
         self._kinds: dict[bytes, ArrayKind | None] = {}
+        self._in_tree = FileExtent(values.manifest, 0, 0)
 
     def find(self, name: str, leaf: str) -> SmallArray | None:
         """Returns an array, or None.
@@ -188,8 +189,7 @@ class SmallArrays:
             if not isinstance(value, bytes):
                 beside.append(value)
         if not beside:
-            manifest = self._values.manifest
-            return SmallArray(kind, tuple(values), manifest, FileExtent(manifest, 0, 0), opened)
+            return SmallArray(kind, tuple(values), self._in_tree.file, self._in_tree, opened)
         start = min([one.offset for one in beside])
         stop = max([one.offset + one.size for one in beside])
         if {one.file for one in beside} != {beside[0].file} or stop - start > _SMALL_BYTES:
@@ -236,26 +236,26 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
             self._add_sums(wanted, self._sums, stats)
 
     def _fill_all(self, requests: Sequence[Request]) -> None:
-        kind, values, file, *_ = self._small
-        whole = [out for _, out in requests if kind.is_rows and out.shape == self.shape]
-        parts = requests if not whole else [one for one in requests if one.out.shape != self.shape]
-        numbers: Sequence[int] = range(len(values))
-        if not whole:
-            overlap = [any(intersect(box, one.box) is not None for one in parts) for box in kind.boxes]
-            numbers = list(itertools.compress(numbers, overlap))
+        kind, values, *_ = self._small
+        if kind.is_rows and len(requests) == 1 and requests[0].out.shape == self.shape:
+            requests[0].out[...] = kind.decoded(self._stored_bytes(values)).reshape(self.shape)
+            return
+        overlap = [any(intersect(box, one.box) is not None for one in requests) for box in kind.boxes]
+        numbers = list(itertools.compress(range(len(values)), overlap))
         if not numbers:
             return
-        chunks = kind.decoded([self._value(values[number], file) for number in numbers])
-        for out in whole:
-            out[...] = chunks.reshape(self.shape)
-        for box, out in parts:
+        chunks = kind.decoded(self._stored_bytes([values[number] for number in numbers]))
+        for box, out in requests:
             for number, chunk in zip(numbers, chunks, strict=True):
                 if (common := intersect(box, kind.boxes[number])) is not None:
                     out[slices_within(common, box)] = chunk[slices_within(common, kind.boxes[number])]
 
-    def _value(self, value: bytes | ValueLocation, file: StoredFile) -> bytes:
-        if isinstance(value, bytes):
-            return value
-        data = np.empty(value.size, np.uint8)
-        file.read_into(value.offset, [data], leaf=self.name)
-        return data.tobytes()
+    def _stored_bytes(self, values: Sequence[bytes | ValueLocation]) -> list[bytes]:
+        read: list[bytes] = []
+        for value in values:
+            if not isinstance(value, bytes):
+                data = np.empty(value.size, np.uint8)
+                self._small.file.read_into(value.offset, [data], leaf=self.name)
+                value = data.tobytes()
+            read.append(value)
+        return read

@@ -99,14 +99,15 @@ class TensorStoreLeaf(Leaf):
         self._chunk_bytes: int = math.prod(chunk) * self.dtype.itemsize
         try:
             # TensorStore decodes a chunk as a whole, and ends the process where the memory for it cannot be had.
-            limits.require_chunk(self._chunk_bytes, f"a chunk of shape {chunk}")
+            if self._chunk_bytes > min(limits.chunk_bytes, UNCHECKED_BYTES):
+                limits.require_chunk(self._chunk_bytes, f"a chunk of shape {chunk}")
             if shard != chunk:
                 chunks_per_shard = math.prod(shard) // math.prod(chunk)
                 limits.require_chunk(chunks_per_shard * _SHARD_INDEX_BYTES, f"the index of a shard of shape {shard}")
         except LimitExceededError as error:
             self.error = error_at(error, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
-        self._sums: BoxSums | CheckpointError | None = self._usable(sums)
+        self._sums: BoxSums | CheckpointError | None = None if sums is None else self._usable(sums)
         self._array: ts.TensorStore | FetchedArray | Callable[[], ts.TensorStore | FetchedArray] = array
         self._open = flag
         self._files = files
@@ -141,7 +142,7 @@ class TensorStoreLeaf(Leaf):
             array = self._array = array()
         return array
 
-    def _usable(self, sums: BoxSums | CheckpointError | None) -> BoxSums | CheckpointError | None:
+    def _usable(self, sums: BoxSums | CheckpointError) -> BoxSums | CheckpointError:
         if not isinstance(sums, BoxSums) or (sums.shape, sums.dtype) == (self.shape, self.dtype.name):
             return sums
         return CorruptCheckpointError(

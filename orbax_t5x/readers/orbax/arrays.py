@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorstore as ts
@@ -83,7 +83,7 @@ class ItemArrays:
         """The name of the metadata file in an array's directory."""
         return "zarr.json" if self.metadata.use_zarr3 else ".zarray"
 
-    @property
+    @functools.cached_property
     def absent_is_fill(self) -> bool:
         """True if a chunk may be absent.
 
@@ -164,13 +164,13 @@ class ItemArrays:
         try:
             array = opening if isinstance(opening, SmallArray) else opening.result()
             if isinstance(array, SmallArray):
-                make = partial(SmallArrayLeaf, named.name, self.directory, array)
+                make = functools.partial(SmallArrayLeaf, named.name, self.directory, array)
             else:
                 if isinstance(array, ts.TensorStore):
                     self.root.note_array(array)
                 layout = ArrayLayout.of(array) if isinstance(array, ts.TensorStore) else array.layout
                 self.limits.require_shape(layout.shape, layout.dtype)
-                make = partial(TensorStoreLeaf, named.name, self.directory, layout, array)
+                make = functools.partial(TensorStoreLeaf, named.name, self.directory, layout, array)
         except CheckpointError as error:
             return BrokenLeaf(named.name, error_at(error, path=self.directory, leaf=named.name))
         except (ValueError, NotImplementedError) as error:
