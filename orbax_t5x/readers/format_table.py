@@ -165,8 +165,8 @@ def all_formats() -> list[Format]:
 
     Broken rows of other packages are left out with a warning.
     """
-    rows: list[Format] = []
-    for name in FORMATS.names():
+    rows = list(_OWN)
+    for name in FORMATS.names()[len(_OWN) :]:
         try:
             rows.append(format_named(name))
         except Exception as error:  # another package's code
