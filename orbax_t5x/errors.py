@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, Unpack
 
 from orbax_t5x.text.fix import Fix as Fix
 from orbax_t5x.text.html import html_fragment, html_paragraph
-from orbax_t5x.text.masked import masked
+from orbax_t5x.text.masked import masked, masked_path
 from orbax_t5x.text.problem import Problem as Problem
 from orbax_t5x.text.problem import ProblemKind as ProblemKind
 from orbax_t5x.text.problem_lines import problem_lines, problems_html
@@ -36,7 +36,6 @@ class CheckpointError(Exception):
     """Base of all errors of this package.
 
     Attributes:
-      path: the file or directory concerned, as text, or None.
       leaf: the '/'-joined name of the leaf concerned, or None.
       fix: what to do about it, or None.
     """
@@ -44,12 +43,44 @@ class CheckpointError(Exception):
     _has_lines: ClassVar[bool] = False
 
     def __init__(self, message: str, *, path: AnyPath | None = None, leaf: str | None = None, fix: Fix | None = None):
-        # A message may quote a file's or a server's text.
-        self.message: str = masked(message) if self._has_lines else plain(masked(message))
-        self.path: str | None = None if path is None else masked(os.fspath(path), is_path=True)
+        # Texts are cleaned when they are read: a file may claim a hundred thousand errors that nobody sees.
+        self._message = message
+        self._path = None if path is None else os.fspath(path)
         self.leaf = leaf
         self.fix = fix
-        super().__init__(self.described())
+        super().__init__()
+
+    @property
+    def message(self) -> str:
+        """What is wrong, without path and leaf."""
+        # It may quote a file's or a server's text.
+        text = masked(self._message)
+        return text if self._has_lines else plain(text)
+
+    @property
+    def path(self) -> str | None:
+        """The file or directory concerned, as text, or None."""
+        return None if self._path is None else masked_path(self._path)
+
+    if not TYPE_CHECKING:  # pyright knows an attribute only
+
+        @property
+        def args(self) -> tuple[str]:
+            """The text of the error."""
+            return (str(self),)
+
+        @args.setter
+        def args(self, given: tuple[object, ...]) -> None:
+            self._text = " ".join(map(str, given))
+
+    def __str__(self) -> str:
+        return vars(self).get("_text") or self.described()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unfilled, (type(self),), vars(self)
 
     def described(self, fix_text: Callable[[Fix], str] = str, *, width: int | None = None) -> str:
         """Returns the text of the error.
@@ -64,6 +95,11 @@ class CheckpointError(Exception):
             where.append(f"leaf {self.leaf!r}")
         text = with_full_stop(": ".join([*where, self.message]))
         return text if self.fix is None else f"{text}\nFix: {masked(fix_text(self.fix))}"
+
+
+def _unfilled(kind: type[CheckpointError]) -> CheckpointError:
+    """Makes an error for pickle to fill."""
+    return kind.__new__(kind)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -122,9 +158,10 @@ def error_at(error: CheckpointError, *, path: AnyPath | None, leaf: str | None) 
 
     It is a new exception, because a traceback belongs to a single raise.
     """
+    message = vars(error)["_message"]
     if isinstance(error, CheckpointIOError):
-        return CheckpointIOError(error.message, path=path, leaf=leaf, fix=error.fix, errno=error.errno)
-    return type(error)(error.message, path=path, leaf=leaf, fix=error.fix)
+        return CheckpointIOError(message, path=path, leaf=leaf, fix=error.fix, errno=error.errno)
+    return type(error)(message, path=path, leaf=leaf, fix=error.fix)
 
 
 def for_caller(error: _Raised) -> _Raised:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeGuard
 
 import numpy as np
@@ -160,22 +162,37 @@ class Limits:
         require_memory(nbytes, what)
 
 
-class MetadataBudget:
+class _MetadataBudget:
     """Rest of `Limits.metadata_bytes` in an opening."""
 
     def __init__(self, limits: Limits):
-        self._limits = limits
-        self._left = limits.metadata_bytes
+        self.most = self.left = limits.metadata_bytes
 
-    def charge(self, nbytes: int, path: str) -> None:
-        """Takes memory that stays as long as the checkpoint.
 
-        Raises:
-          LimitExceededError: nothing is left.
-        """
-        self._left -= nbytes
-        if self._left < 0:
-            raise LimitExceededError(
-                f"names, texts and errors take more than Limits.metadata_bytes = {self._limits.metadata_bytes}",
-                path=path,
-            )
+_BUDGET: ContextVar[_MetadataBudget | None] = ContextVar("orbax_t5x_metadata_budget", default=None)
+
+
+@contextmanager
+def metadata_budget(limits: Limits) -> Generator[None, None, None]:
+    """Bounds the metadata of an opening by `Limits.metadata_bytes`."""
+    token = _BUDGET.set(_MetadataBudget(limits))
+    try:
+        yield
+    finally:
+        _BUDGET.reset(token)
+
+
+def charge_metadata(nbytes: int, path: str) -> None:
+    """Takes memory that stays as long as the checkpoint.
+
+    Raises:
+      LimitExceededError: nothing is left.
+    """
+    budget = _BUDGET.get()
+    if budget is None:
+        return
+    budget.left -= nbytes
+    if budget.left < 0:
+        raise LimitExceededError(
+            f"names, texts and errors take more than Limits.metadata_bytes = {budget.most}", path=path
+        )

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from orbax_t5x import on_demand
 from orbax_t5x.files.interface import Files
-from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.limits import Limits, metadata_budget
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import url_scheme
 
@@ -98,10 +98,12 @@ def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
     if (entered := _OPENING.get()) is not None:
         yield entered
         return
-    made = Opening((limits or Limits()).io_timeout_secs)
+    limits = limits or Limits()
+    made = Opening(limits.io_timeout_secs)
     token = _OPENING.set(made)
     try:
-        yield made
+        with metadata_budget(limits):
+            yield made
     except BaseException:
         made.close_idle()
         raise

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, error_at, for_caller
+from orbax_t5x.files.limits import charge_metadata
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 
@@ -43,6 +44,10 @@ def close_all(closers: Iterable[Callable[[], None]]) -> None:
         close()
 
 
+# Memory of an error and its leaf.
+_ERROR_BYTES = 2048
+
+
 class BrokenLeaf(Leaf):
     """Leaf of unknown shape and dtype.
 
@@ -52,6 +57,7 @@ class BrokenLeaf(Leaf):
     """
 
     def __init__(self, name: str, error: CheckpointError, *, is_refused: bool = True):
+        charge_metadata(_ERROR_BYTES, error.path or "")
         self.name = name
         self.path: str = error.path or ""
         self.shape: tuple[int, ...] = ()

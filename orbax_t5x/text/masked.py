@@ -5,6 +5,7 @@ Masked are users and passwords, queries and fragments of URLs, tokens and header
 
 from __future__ import annotations
 
+import functools
 import re
 
 # `pathlib` makes one slash of two.
@@ -39,6 +40,12 @@ def masked(text: str, *, is_path: bool = False) -> str:
     for pattern, replacement in _TOKENS:
         text = pattern.sub(replacement, text)
     return text
+
+
+@functools.lru_cache(maxsize=64)
+def masked_path(path: str) -> str:
+    """Masks a path or URL, as `masked` does."""
+    return masked(path, is_path=True)
 
 
 def _masked_url(match: re.Match[str]) -> str:

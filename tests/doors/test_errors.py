@@ -1,7 +1,10 @@
 """Errors: the builtin that each class also is, its fields, and the documented kinds of problems."""
 
 import ast
+import copy
 import errno
+import json
+import pickle
 import re
 import typing
 from pathlib import Path
@@ -60,6 +63,37 @@ def test_a_refused_directory_has_the_number_of_the_system(tmp_path):
     with pytest.raises(errors.CheckpointIOError) as caught:
         ot.convert(bundle, tmp_path / "there")
     assert caught.value.errno == errno.EEXIST
+
+
+def test_errors_are_copied_whole_and_cleaned_however_they_are_read():
+    fix = ot.errors.Fix("wait")
+    error = errors.CheckpointIOError("no http://u:p@h\x1b", path="gs://b?key=S", leaf="a", errno=5, fix=fix)
+    for same in (
+        error,
+        pickle.loads(pickle.dumps(error)),
+        copy.copy(error),
+        errors.error_at(error, path=error.path, leaf="a"),
+    ):
+        assert (same.message, same.path, same.leaf, same.errno) == ("no http://…@h\\x1b", "gs://b?…", "a", 5)
+        assert same.args == (str(same),) == (str(error),)
+        assert not re.search("u:p|=S|\x1b", repr(same) + str(same))
+    error.args = ("in other words",)
+    assert str(error) == "in other words" and error.args == ("in other words",)
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_an_opening_pays_for_names_and_errors(tmp_path, count):
+    """Of any format: names are counted where they are checked, errors where a broken leaf keeps them."""
+    header = {f"{'n' * 20}{number}": {"dtype": "?", "shape": [], "data_offsets": [0, 0]} for number in range(count)}
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    limits = ot.Limits(metadata_bytes=100_000)
+    if count == 10:
+        assert len(ot.open_checkpoint(tmp_path, limits=limits).leaves) == count
+    else:
+        with pytest.raises(errors.LimitExceededError, match="metadata_bytes = 100000"):
+            ot.open_checkpoint(tmp_path, limits=limits)
+        assert len(ot.open_checkpoint(tmp_path).leaves) == count
 
 
 # -- the text of many problems

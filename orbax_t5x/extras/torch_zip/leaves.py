@@ -10,7 +10,7 @@ import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, UnsupportedCheckpointError, error_at
 from orbax_t5x.extras.torch_zip.values import WITHOUT_NUMPY, Name, Node, Opaque, TensorNode, Tuple, itemsize_of
-from orbax_t5x.files.limits import Limits, MetadataBudget
+from orbax_t5x.files.limits import Limits, charge_metadata
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf
 from orbax_t5x.readers.leaves import BrokenLeaf, OpenFlag
@@ -21,32 +21,28 @@ from orbax_t5x.readers.zip_members import STORED, Archive
 
 _MAX_INT = 2**63 - 1
 # About what a leaf takes in memory, and its error.
-_LEAF_BYTES, _ERROR_BYTES = 256, 2048
+_LEAF_BYTES = 256
 
 
 class LeafMaker:
     """Maker of a file's leaves."""
 
-    def __init__(
-        self, archive: Archive, storages: str, *, swap: bool, limits: Limits, flag: OpenFlag, budget: MetadataBudget
-    ):
+    def __init__(self, archive: Archive, storages: str, *, swap: bool, limits: Limits, flag: OpenFlag):
         self._archive = archive
         self._storages = storages
         self._swap = swap
         self._limits = limits
         self._flag = flag
-        self._budget = budget
         # By the identity of the text, which is held: a pickle names one object any number of times.
         self._texts: dict[int, tuple[str | bytes, bytes]] = {}
 
     def leaf(self, name: str, node: Node) -> Leaf:
         """Makes a leaf, or a broken leaf of an invalid node."""
         path = self._archive.file.path
-        self._budget.charge(_LEAF_BYTES + len(name), path)
+        charge_metadata(_LEAF_BYTES + len(name), path)
         try:
             return self._leaf(name, node)
         except CheckpointError as error:
-            self._budget.charge(_ERROR_BYTES, path)
             return BrokenLeaf(name, error_at(error, path=path, leaf=name))
 
     def _leaf(self, name: str, node: Node) -> Leaf:
@@ -71,7 +67,7 @@ class LeafMaker:
         """Returns the bytes of a text, made and charged once."""
         found = self._texts.get(id(text))
         if found is None:
-            self._budget.charge(2 * len(text), self._archive.file.path)
+            charge_metadata(2 * len(text), self._archive.file.path)
             found = self._texts[id(text)] = (text, text.encode() if isinstance(text, str) else text)
         return found[1]
 

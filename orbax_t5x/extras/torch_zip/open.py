@@ -17,7 +17,7 @@ from orbax_t5x.extras.torch_zip.leaves import LeafMaker
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
 from orbax_t5x.extras.torch_zip.sequential import SequentialFile, is_sequential
 from orbax_t5x.files.interface import Files, StoredFile
-from orbax_t5x.files.limits import Limits, MetadataBudget
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
@@ -65,7 +65,6 @@ class _TorchFiles(ModelFiles):
     def __init__(self, root: Files, limits: Limits):
         super().__init__(root, limits)
         self._flag = OpenFlag()
-        self._budget = MetadataBudget(limits)
         self._closers.append(self._flag.close)
 
     def add_file(self, name: str) -> None:
@@ -81,7 +80,7 @@ class _TorchFiles(ModelFiles):
             storages, swap = top + _STORAGES, _is_swapped(archive, top)
             pickle = archive.read(top + _PICKLE, self._limits.index_bytes, "Limits.index_bytes")
             tree = parse_pickle(pickle, file.path, file.size, self._limits)
-        maker = LeafMaker(archive, storages, swap=swap, limits=self._limits, flag=self._flag, budget=self._budget)
+        maker = LeafMaker(archive, storages, swap=swap, limits=self._limits, flag=self._flag)
         self._bytes += archive.index_bytes
         self._metadata["files"].append(name)
         nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file, self._limits)
