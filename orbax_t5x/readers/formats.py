@@ -21,6 +21,7 @@ from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import UserPath, check_item, path_text
 from orbax_t5x.readers.format import Format
 from orbax_t5x.readers.format_table import FORMATS, all_formats, format_named
+from orbax_t5x.text.wording import did_you_mean
 
 _newest_of_root = on_demand.function("orbax_t5x.readers.roots", "newest_of_root")
 _missing_error = on_demand.function("orbax_t5x.readers.unrecognised", "missing_error")
@@ -74,7 +75,9 @@ def _open_path(text: str, format: str | None, item: str | None, limits: Limits) 
     """Opens a path like `open_checkpoint`."""
     if format is not None:
         if not isinstance(format, str) or format not in FORMATS.names():
-            raise for_caller(ValueError(f"format={format!r} is none of {', '.join(map(repr, FORMATS.names()))}"))
+            known = FORMATS.names()
+            hint = did_you_mean(format, known)
+            raise for_caller(ValueError(f"format={format!r} is none of {', '.join(map(repr, known))}{hint}"))
         return _open(format_named(format), text, limits, item)
     probe, rows = probe_path(text), all_formats()
     if probe.kind == "special":

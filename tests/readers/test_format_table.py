@@ -50,6 +50,8 @@ def test_a_registered_format_is_seen_until_it_is_unregistered(numbers):
             ot.open_checkpoint(numbers, item="state")
     with pytest.raises(ValueError, match="format='text' is none of"):
         ot.open_checkpoint(numbers, format="text")
+    with pytest.raises(ValueError, match=r"'torch'.*; did you mean 'safetensors'\?"):
+        ot.open_checkpoint(numbers, format="safetensor")
 
 
 def test_two_registered_formats_of_one_file(numbers):
