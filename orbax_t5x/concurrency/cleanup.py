@@ -77,9 +77,6 @@ def call_with_cleanup(function: Callable[[Cleanup], _Result]) -> _Result:
     """Calls a function, then leaves everything that it has entered.
 
     Signal handlers may raise in every line of it.
-
-    Raises:
-      BaseException: of the function, of leaving, or of a signal handler, when all was left.
     """
     cleanup = Cleanup()
     jobs, close = cleanup.jobs, cleanup.close

@@ -57,12 +57,6 @@ def wait_undisturbed(is_over: Callable[[], bool]) -> None:
     """Waits to the end although signal handlers raise.
 
     The first exception is raised at the end.
-
-    Args:
-      is_over: waits for a moment; returns True at the end.
-
-    Raises:
-      BaseException: of a signal handler; also before the end, if it comes long after the first.
     """
     interrupt: BaseException | None = None
     began = 0.0
@@ -205,11 +199,7 @@ class _EventLoop(asyncio.SelectorEventLoop):
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Makes an event loop.
-
-    Raises:
-      CheckpointIOError: the process is short of descriptors.
-    """
+    """Makes an event loop."""
     try:
         return _EventLoop()
     except OSError as error:
@@ -334,11 +324,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str = "orbax_t5x-read") -> None:
-        """Begins a thread.
-
-        Raises:
-          CheckpointIOError: the process is short of descriptors.
-        """
+        """Begins a thread."""
         self._serving = _Serving()
         # `Thread.is_alive` and `join` take a living thread for an ended one when an interrupt comes in them.
         self._thread = threading.Thread(target=self._serving.serve, name=name, daemon=True)
@@ -370,16 +356,6 @@ class LoopThread:
         """Runs a coroutine to its end and raises its exception.
 
         It returns None, and a group is never raised.
-
-        Args:
-          coroutine: what to run.
-          wait_for_cancelled: an interrupt of the caller cancels the coroutine. True: the interrupt is raised when the
-            coroutine has ended, and nothing that it was doing goes on; further interrupts change nothing for some
-            seconds. False: at once.
-          caller: runs functions for the coroutine in the calling thread. What they raise counts as an interrupt.
-
-        Raises:
-          RuntimeError: the thread has ended.
         """
         call = _Call(coroutine, caller)
         try:

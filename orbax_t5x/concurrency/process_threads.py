@@ -161,11 +161,7 @@ class OnceEach(Generic[_Key, _Result]):
         self._lock = threading.Lock()
 
     def get(self, key: _Key, compute: Callable[[], _Result]) -> _Result:
-        """Returns the result for a key.
-
-        Raises:
-          BaseException: what `compute` raised, in the thread that called it and in those that waited for it.
-        """
+        """Returns the result for a key."""
         if (known := self._results.get(key)) is not None:
             return known.result()
         made: concurrent.futures.Future[_Result] = concurrent.futures.Future()

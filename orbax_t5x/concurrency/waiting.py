@@ -19,9 +19,6 @@ async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterabl
     """Awaits coroutines together.
 
     The first failure cancels the rest, and is raised after they have ended.
-
-    Args:
-      coroutines: each is begun as it is taken; an asynchronous iterable may wait before it gives the next.
     """
     failure: BaseException | None = None
     tasks: list[asyncio.Task[Any]] = []
@@ -111,14 +108,7 @@ class Block(NamedTuple):
 async def for_each_block(
     blocks: Iterable[Block], limit: int, total: int = 0, on_progress: Callable[[int, int, str], None] | None = None
 ) -> None:
-    """Works on several blocks at once; the first failure cancels all.
-
-    Args:
-      blocks: taken as room becomes free; a block of more than the limit is worked on by itself.
-      limit: bytes of memory.
-      total: bytes of all blocks, for progress.
-      on_progress: called with the bytes that are done, those of all, and a name.
-    """
+    """Works on several blocks at once; the first failure cancels all."""
     budget, count, done = Budget(limit), asyncio.Semaphore(_MOST_BLOCKS), 0
 
     async def run(block: Block) -> None:

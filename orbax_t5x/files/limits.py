@@ -24,12 +24,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def check_memory_limit(limit: object) -> None:
-    """Checks a `memory_limit_bytes`; None means the default.
-
-    Raises:
-      TypeError: it is no number.
-      ValueError: it is below one byte.
-    """
+    """Checks a `memory_limit_bytes`; None means the default."""
     if limit is None:
         return
     if not _is_number(limit):
@@ -39,11 +34,7 @@ def check_memory_limit(limit: object) -> None:
 
 
 def check_limits(limits: object) -> None:
-    """Checks a `limits`; None means `Limits()`.
-
-    Raises:
-      TypeError: it is something else.
-    """
+    """Checks a `limits`; None means `Limits()`."""
     if limits is not None and not isinstance(limits, Limits):
         raise for_caller(TypeError(f"limits= is an orbax_t5x.Limits(name=bound, …) or None, not {limits!r}"))
 
@@ -108,9 +99,6 @@ class Limits:
 
         A zero among the sizes counts as one: NumPy takes (0, 2**62) for too large, too, and other dimensions of such an
         array may be read by themselves.
-
-        Raises:
-          LimitExceededError, CorruptCheckpointError: without file and leaf; the caller names them.
         """
         if len(shape) > self.rank:
             self.require_rank(len(shape))
@@ -118,24 +106,12 @@ class Limits:
             raise CorruptCheckpointError(f"{dtype.name} of shape {list(shape)} has more bytes than can be counted")
 
     def require_rank(self, rank: int) -> None:
-        """Refuses an array of too many dimensions.
-
-        Raises:
-          LimitExceededError: without file and leaf; the caller names them.
-        """
+        """Refuses an array of too many dimensions."""
         if rank > self.rank:
             raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {self.rank}")
 
     def require_name(self, name: str, path: str) -> None:
-        """Refuses a leaf's name that is too long or too deep.
-
-        Args:
-          name: '/'-joined; it has a UTF-8 form.
-          path: the file, for errors.
-
-        Raises:
-          LimitExceededError: it is.
-        """
+        """Refuses a leaf's name that is too long or too deep."""
         if len(name.encode()) > self.name_bytes:
             self.require_name_length(len(name.encode()), path)
         if name.count("/") >= self.name_levels:
@@ -152,11 +128,7 @@ class Limits:
             raise LimitExceededError(f"a name of more than Limits.name_bytes = {self.name_bytes} bytes", path=path)
 
     def require_chunk(self, nbytes: int, what: str) -> None:
-        """Refuses a chunk that takes too much memory.
-
-        Raises:
-          LimitExceededError: without file and leaf; the caller names them.
-        """
+        """Refuses a chunk that takes too much memory."""
         if nbytes > self.chunk_bytes:
             raise LimitExceededError(f"{what} takes {nbytes} bytes, more than Limits.chunk_bytes = {self.chunk_bytes}")
         require_memory(nbytes, what)
@@ -183,11 +155,7 @@ def metadata_budget(limits: Limits) -> Generator[None, None, None]:
 
 
 def charge_metadata(nbytes: int, path: str) -> None:
-    """Takes memory that stays as long as the checkpoint.
-
-    Raises:
-      LimitExceededError: nothing is left.
-    """
+    """Takes memory that stays as long as the checkpoint."""
     budget = _BUDGET.get()
     if budget is None:
         return

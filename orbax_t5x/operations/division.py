@@ -35,17 +35,7 @@ class Division:
         nbytes: Callable[[_Item], int],
         work: Callable[[Sequence[_Item]], list[Any]],
     ) -> list[Any]:
-        """Returns the results of all items, in order.
-
-        Args:
-          items: the same on every process.
-          names: of the sources and of the items' leaves; compared.
-          nbytes: the bytes of an item.
-          work: returns one JSON value for each item of a share.
-
-        Raises:
-          CheckpointError: of any process; or the processes were given different items.
-        """
+        """Returns the results of all items, in order."""
         if self._size == 1:
             return work(items)
         self._agreement.plan(names, [])
