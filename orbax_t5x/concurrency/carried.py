@@ -53,10 +53,7 @@ def _leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 async def carry(awaitable: Awaitable[_Result]) -> _Result:
-    """Awaits a user's coroutine; its exceptions pass through our event loops.
-
-    CancelledError passes, too.
-    """
+    """Awaits a user's coroutine; its exceptions pass through our event loops."""
     try:
         return await awaitable
     except asyncio.CancelledError as error:

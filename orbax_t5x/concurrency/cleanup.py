@@ -34,10 +34,7 @@ class Cleanup:
             self.jobs.put(lambda: False)
 
     def enter(self, make: Callable[[], contextlib.AbstractContextManager[_Result]]) -> _Result:
-        """Makes and enters a context in the thread.
-
-        An interrupt is raised when the context is noted.
-        """
+        """Makes and enters a context in the thread."""
         results: list[_Result] = []
         failures: list[BaseException] = []
         entered = Latch()
@@ -61,10 +58,7 @@ class Cleanup:
         self._stack.callback(function)
 
     def close(self) -> bool:
-        """Leaves all contexts in the thread, which ends.
-
-        It returns False.
-        """
+        """Leaves all contexts in the thread, which ends."""
         try:
             self._stack.close()
         except BaseException as error:

@@ -121,10 +121,7 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, str]]:
 
 
 def _handlers() -> set[CodeType]:
-    """Lists the code of the user's signal handlers.
-
-    They may raise in any frame.
-    """
+    """Lists the code of the user's signal handlers."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = [getattr(handler, "__code__", None) for handler in handlers if handler is not signal.default_int_handler]
     return {code for code in codes if code is not None}

@@ -54,10 +54,7 @@ class Latch:
 
 
 def wait_undisturbed(is_over: Callable[[], bool]) -> None:
-    """Waits to the end although signal handlers raise.
-
-    The first exception is raised at the end.
-    """
+    """Waits to the end although signal handlers raise."""
     interrupt: BaseException | None = None
     began = 0.0
     while True:
@@ -105,10 +102,7 @@ class CallerThread:
         return await result
 
     def serve(self, timeout: float) -> None:
-        """Runs the next function that comes within `timeout` seconds.
-
-        Its exception is raised here.
-        """
+        """Runs the next function that comes within `timeout` seconds."""
         with contextlib.suppress(queue.Empty):
             job = self._jobs.get(timeout=timeout)
             if job is not None:
@@ -133,10 +127,7 @@ class CallThread:
         threading.Thread(target=_call_all, args=(self._jobs,), name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
-        """Hands over a function, which nothing cancels.
-
-        It is called even if its caller no longer waits.
-        """
+        """Hands over a function, which nothing cancels."""
         future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
 
@@ -165,10 +156,7 @@ def _call_all(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def call_in_thread(function: Callable[[], _Result], name: str) -> concurrent.futures.Future[_Result]:
-    """Calls a function in a thread of its own.
-
-    The result is a future, as of `CallThread.submit`.
-    """
+    """Calls a function in a thread of its own."""
     thread = CallThread(name)
     future = thread.submit(function)
     thread.close()
@@ -247,10 +235,7 @@ class _Serving:
             self.ended.set()
 
     def stop(self) -> None:
-        """Ends the thread without waiting.
-
-        A thread that has not begun to serve ends, too.
-        """
+        """Ends the thread without waiting."""
         self.is_closing = True
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -336,10 +321,7 @@ class LoopThread:
         self._loop = self._serving.loop
 
     def is_current(self) -> bool:
-        """Tests if the caller runs on this thread.
-
-        There, waiting for it would never end.
-        """
+        """Tests if the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     def is_alive(self) -> bool:
@@ -353,10 +335,7 @@ class LoopThread:
         wait_for_cancelled: bool = True,
         caller: CallerThread | None = None,
     ) -> None:
-        """Runs a coroutine to its end and raises its exception.
-
-        It returns None, and a group is never raised.
-        """
+        """Runs a coroutine to its end and raises its exception."""
         call = _Call(coroutine, caller)
         try:
             self._loop.call_soon_threadsafe(call.begin)

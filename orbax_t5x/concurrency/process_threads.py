@@ -84,10 +84,7 @@ def function_pool() -> concurrent.futures.ThreadPoolExecutor:
 
 
 def run_on_read_thread(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs a coroutine to its end on the read thread.
-
-    A call from that thread uses another thread.
-    """
+    """Runs a coroutine to its end on the read thread."""
     thread = _process_threads.read_thread()
     if not thread.is_current():
         thread.run(coroutine, wait_for_cancelled=False)

@@ -120,10 +120,7 @@ class Limits:
             )
 
     def require_name_length(self, nbytes: int, path: str) -> None:
-        """Refuses a name's length before the name is joined.
-
-        It is in bytes; see `require_name`.
-        """
+        """Refuses a name's length before the name is joined."""
         if nbytes > self.name_bytes:
             raise LimitExceededError(f"a name of more than Limits.name_bytes = {self.name_bytes} bytes", path=path)
 

@@ -33,10 +33,7 @@ _COPIES = 8
 
 
 class LeafPair(NamedTuple):
-    """Two arrays of the same name and shape to compare.
-
-    The values of their dtypes can be compared.
-    """
+    """Two arrays of the same name and shape to compare."""
 
     name: str
     a: View
@@ -74,10 +71,7 @@ class LeafPair(NamedTuple):
 
 
 class PairOutcome:
-    """Outcome of a pair so far.
-
-    `failure` has the side that could not be read or verified, and why.
-    """
+    """Outcome of a pair so far."""
 
     def __init__(self) -> None:
         self.apart = ValueDifference()
@@ -87,10 +81,7 @@ class PairOutcome:
 def compare_pairs(
     pairs: Sequence[LeafPair], tolerance: Tolerance, limit: int, on_progress: OnProgress | None, stats: ReadStats
 ) -> dict[str, PairOutcome]:
-    """Compares pairs of arrays in `limit` bytes of memory.
-
-    A larger block is read by itself; outcomes are by name.
-    """
+    """Compares pairs of arrays in `limit` bytes of memory."""
     run = _BlockComparison(pairs, tolerance, limit, on_progress, stats)
     if pairs:
         # An interrupt is raised when nothing is being read any more: the caller closes the files.
@@ -189,10 +180,7 @@ def _repeated(view: View) -> tuple[int, ...]:
 
 
 def _block_shapes(pair: LeafPair, itemsize: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yields shapes of blocks.
-
-    The first that decodes least is taken.
-    """
+    """Yields shapes of blocks."""
     shape = pair.shape
     axes = range(len(shape))
     units = [unit for unit in (stored_chunk(pair.a), stored_chunk(pair.b)) if unit is not None]

@@ -128,10 +128,7 @@ def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:
 
 
 def _values_text(leaves: Sequence[LeafDiff]) -> str:
-    """Describes how far leaves are apart.
-
-    Of several, all together, and the worst of them by name.
-    """
+    """Describes how far leaves are apart."""
     differing, size = sum(leaf.differing for leaf in leaves), sum(leaf.size for leaf in leaves)
     if not differing and not any(leaf.absolute for leaf in leaves):
         return "values equal" if size else ""

@@ -100,26 +100,17 @@ def _larger(one: LargestDifference | None, other: LargestDifference | None) -> L
 
 
 def are_comparable(a: np.dtype, b: np.dtype) -> bool:
-    """Tests if values of two dtypes can be compared.
-
-    Text only with text.
-    """
+    """Tests if values of two dtypes can be compared."""
     return (kind_of(a) == "object") == (kind_of(b) == "object")
 
 
 def scratch_bytes(size: int) -> int:
-    """Returns the memory for a comparison besides the arrays.
-
-    They have `size` elements.
-    """
+    """Returns the memory for a comparison besides the arrays."""
     return min(size, _BLOCK_ELEMENTS) * _BYTES_PER_ELEMENT
 
 
 def compare_values(a: np.ndarray, b: np.ndarray, corner: Sequence[int], tolerance: Tolerance) -> ValueDifference:
-    """Compares two C-contiguous arrays of the same shape.
-
-    `corner`, the index of their first element, goes on indices.
-    """
+    """Compares two C-contiguous arrays of the same shape."""
     found = ValueDifference()
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for start in range(0, flat_a.size, _BLOCK_ELEMENTS):
@@ -147,10 +138,7 @@ class _Stretch(NamedTuple):
 
 
 def _have_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Tests if two runs of the same dtype hold the same bits.
-
-    This is the fast path.
-    """
+    """Tests if two runs of the same dtype hold the same bits."""
     if a.dtype != b.dtype or a.dtype.hasobject:
         return False
     width = math.gcd(a.dtype.itemsize, 8)
@@ -163,10 +151,7 @@ def _compare_text(a: np.ndarray, b: np.ndarray) -> ValueDifference:
 
 @functools.cache
 def _common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
-    """Returns a dtype with the values of both.
-
-    int64, uint64, Python's integers, float64 or complex128.
-    """
+    """Returns a dtype with the values of both."""
     kinds = {kind_of(a), kind_of(b)}
     if kinds & {"complex"}:
         return np.dtype(np.complex128)

@@ -52,10 +52,7 @@ class BroadcastChunk:
 
 
 class DividedChunk(NamedTuple):
-    """Chunk without an owner.
-
-    `candidates` are the processes that can read it; see `BroadcastChunk` for the other fields.
-    """
+    """Chunk without an owner."""
 
     pieces: tuple[Piece, ...]
     candidates: tuple[int, ...]
@@ -122,10 +119,7 @@ def _joined(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
 
 
 def _cut(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
-    """Cuts pieces between stored bytes, if possible.
-
-    Chunks have about `chunk_bytes`; no stored byte is on both sides of a cut.
-    """
+    """Cuts pieces between stored bytes, if possible."""
     apart = sum(pieces_stored_bytes([piece], with_neighbours) for piece in pieces)
     if len(pieces) > 1 and apart == pieces_stored_bytes(pieces, with_neighbours):
         for piece in pieces:
@@ -190,10 +184,7 @@ def with_neighbours(leaf: Leaf, boxes: Iterable[Box]) -> int:
 
 
 def _joined_pieces(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, tuple[int, ...]]]:
-    """Joins each entry's pieces if they form a box.
-
-    It yields each box with the numbers of its pieces.
-    """
+    """Joins each entry's pieces if they form a box."""
     by_entry: dict[PlanEntry, list[int]] = {}
     for number, piece in enumerate(pieces):
         by_entry.setdefault(piece.entry, []).append(number)
@@ -269,39 +260,27 @@ def may_join(cluster: Sequence[EntryNeeds], store: StoreKind) -> bool:
     return nbytes * _SENT_BYTE[store] < 2 * reads * REQUEST_BYTES[store]
 
 
-class SharedReads(NamedTuple):
-    """A broadcast chunk: decision, pieces, receivers."""
-
-    pieces: Sequence[Piece]
-    reads: Sequence[Piece]
-    members: Sequence[int]
-
-
-def decide_reads(cluster: Sequence[EntryNeeds], chunks: Iterable[SharedReads] | None, store: StoreKind) -> ReadDecision:
-    """Decides about entries that share stored bytes.
-
-    Without `chunks` nothing can be sent.
-    """
+def decide_reads(
+    cluster: Sequence[EntryNeeds], divided: Sequence[DividedChunk] | None, store: StoreKind
+) -> ReadDecision:
+    """Decides about entries that share stored bytes."""
     own = _own_reads(cluster)
-    if chunks is None:
+    if divided is None:
         return ReadDecision(store, own, None)
     needers = {id(one.entry): one.needers for one in cluster}
     once = ReadCounts(0, 0)
     sent = 0
-    for pieces, reads, members in chunks:
-        once = once.plus(counts_of((piece.view, piece.box) for piece in reads))
-        for piece in pieces:
+    for chunk in divided:
+        once = once.plus(counts_of((whole.view, whole.box) for whole, _ in chunk.reads))
+        for piece in chunk.pieces:
             # The owner is any of the members: on average it needs of a piece what the others do.
-            received = box_size(piece.box) * piece.view.dtype.itemsize * len(needers[id(piece.entry)][piece.box_index])
-            sent += received * (len(members) - 1) // len(members)
+            received = piece_bytes(piece) * len(needers[id(piece.entry)][piece.box_index])
+            sent += received * (len(chunk.members) - 1) // len(chunk.members)
     return ReadDecision(store, own, once, sent)
 
 
 def _own_reads(cluster: Sequence[EntryNeeds]) -> ReadCounts:
-    """Counts the processes' own reads.
-
-    Processes that need the same boxes are counted together.
-    """
+    """Counts the processes' own reads."""
     by_process: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
     for number, one in enumerate(cluster):
         for index, needers in enumerate(one.needers):

@@ -30,9 +30,7 @@ from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.broadcast.chunks import (
     REQUEST_BYTES,
     BroadcastChunk,
-    DividedChunk,
     ReadDecision,
-    SharedReads,
     decide_reads,
     divide,
     host_bytes,
@@ -56,10 +54,7 @@ _OWN_BUFFERS = 5
 
 
 class Message(NamedTuple):
-    """A box within a chunk's piece, as it is sent.
-
-    The box and the piece are given by number.
-    """
+    """A box within a chunk's piece, as it is sent."""
 
     chunk: int
     piece: int
@@ -84,10 +79,7 @@ class BroadcastRound:
 
     @property
     def slots(self) -> int:
-        """The number of slots of a send buffer.
-
-        It is 1, or a slot for each member.
-        """
+        """The number of slots of a send buffer."""
         return len(self.sent[0])
 
     @property
@@ -124,10 +116,7 @@ class _QueuedChunk:
         self._messages[slot].append(message)
 
     def take(self, slots: list[list[Message]], used: list[int], slot_bytes: int) -> bool:
-        """Moves messages into slots as far as they fit.
-
-        So many bytes of the slots are used. True if all fitted.
-        """
+        """Moves messages into slots as far as they fit."""
         for slot, queued in self._messages.items():
             while queued and used[slot] + _aligned(queued[0].size) <= slot_bytes:
                 message = queued.popleft()
@@ -137,10 +126,7 @@ class _QueuedChunk:
 
 
 class _Queue:
-    """Queue of messages between a set's members.
-
-    They are in order, until they are in a round.
-    """
+    """Queue of messages between a set's members."""
 
     def __init__(self, members: tuple[int, ...], is_exchanged: bool, limit: int):
         self.members = members
@@ -198,10 +184,7 @@ class _Queue:
 def rounds_of(
     chunks: Sequence[BroadcastChunk], needs: Mapping[PlanEntry, EntryNeeds], limit: int
 ) -> Iterator[BroadcastRound]:
-    """Yields the rounds that send all chunks.
-
-    `limit` bytes are in flight in each process.
-    """
+    """Yields the rounds that send all chunks."""
     queues: dict[tuple[tuple[int, ...], bool], _Queue] = {}
     for number, chunk in enumerate(chunks):
         kind = chunk.members, chunk.is_exchanged
@@ -228,10 +211,7 @@ def rounds_of(
 
 
 def _message_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Cuts a box into boxes of at most `limit` bytes.
-
-    They are in row-major order.
-    """
+    """Cuts a box into boxes of at most `limit` bytes."""
     if not box or box_size(box) * itemsize <= limit:
         yield box
         return
@@ -247,10 +227,7 @@ def _message_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
 
 
 def buffer_limit(limit: int, members: int, is_exchanged: bool) -> int:
-    """Returns the send buffer's bytes within the limit.
-
-    All of a round, and its sources, are within the limit.
-    """
+    """Returns the send buffer's bytes within the limit."""
     received = 1 if is_exchanged else members
     return max(_LEAST_BUFFER_BYTES, limit // (received + _OWN_BUFFERS) // ALIGNMENT * ALIGNMENT)
 
@@ -265,12 +242,7 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Schedule of a broadcast.
-
-    `unshared`: each process's own reads.
-
-    `decisions` are those about each entry, by name, where it was decided.
-    """
+    """Schedule of a broadcast."""
 
     unshared: tuple[PlanEntry, ...]
     needs: Mapping[PlanEntry, EntryNeeds]
@@ -303,7 +275,7 @@ def schedule_broadcast(
         if not is_unshared or (processes > 1 and may_join(cluster, store)):
             divided = divide(cluster, gathered_bytes, exchanged_bytes, joins=is_unshared)
         if stores is not None or is_unshared:
-            decision = decide_cluster(cluster, divided, store)
+            decision = decide_reads(cluster, divided, store)
             if is_unshared and not decision.is_broadcast:
                 decision = decision._replace(once=None)
             decisions.update((one.entry.name, decision) for one in cluster)
@@ -320,16 +292,6 @@ def schedule_broadcast(
     by_entry = {one.entry: one for one in sent}
     rounds = tuple(rounds_of(chunks, by_entry, limit))
     return Schedule(tuple(unshared), by_entry, tuple(chunks), rounds, decisions)
-
-
-def decide_cluster(
-    cluster: Sequence[EntryNeeds], divided: Sequence[DividedChunk] | None, store: StoreKind
-) -> ReadDecision:
-    """Decides about entries that share stored bytes."""
-    chunks = None
-    if divided is not None:
-        chunks = [SharedReads(one.pieces, [whole for whole, _ in one.reads], one.members) for one in divided]
-    return decide_reads(cluster, chunks, store)
 
 
 def _is_unshared(cluster: Sequence[EntryNeeds]) -> bool:
@@ -356,12 +318,7 @@ def _is_unshared(cluster: Sequence[EntryNeeds]) -> bool:
 
 
 def decisions_of(plan: RestorePlan) -> Mapping[str, ReadDecision]:
-    """Returns the decisions of `broadcast="auto"` by entry name.
-
-    It is empty with a single process.
-
-    After an execution these are its own decisions, from what all processes needed.
-    """
+    """Returns the decisions of `broadcast="auto"` by entry name."""
     if plan.decisions is None:
         if not has_backend() or jax.process_count() == 1 or (group := ProcessGroup.of(plan.processes)).size == 1:
             return {}
