@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from orbax_t5x.lazy.box import bounding_box, box_size, union_size
 from orbax_t5x.readers.chunk_grid import count_chunks
 from orbax_t5x.readers.ranges.byte_range import count_reads
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds, StoreKind
-from orbax_t5x.restoring.execute.groups import Piece, cut_clean, pieces_stored_bytes, stored_bytes, to_chunks
+from orbax_t5x.restoring.execute.groups import Piece, cut_clean, pieces_stored_bytes, place_of, stored_bytes, to_chunks
 from orbax_t5x.restoring.plan import PlanEntry, boxes_by_leaf
 
 # So much of a byte range is read by one process where several need some of it. Gaps of 4 KiB are read over.
@@ -89,6 +90,38 @@ def divide(
         reads = tuple(_joined_pieces(some))
         divided.append(DividedChunk(tuple(some), candidates, members, reads, _is_exchanged(some, needers)))
     return divided
+
+
+def join_neighbours(chunks: Iterable[DividedChunk], limit: int) -> Iterator[DividedChunk]:
+    """Joins small chunks of the same processes, neighbours in a file, up to `limit` bytes."""
+    alike: dict[tuple[object, ...], list[tuple[tuple[str, int, bool], int, int, DividedChunk]]] = (
+        collections.defaultdict(list)
+    )
+    for position, one in enumerate(chunks):
+        size = sum(host_bytes(whole) for whole, _ in one.reads)
+        place = place_of(one.pieces[0].entry.leaves[0])
+        alike[one.members, one.candidates, one.is_exchanged, size < limit].append((place, position, size, one))
+    for (*_, is_small), found in alike.items():
+        held: list[DividedChunk] = []
+        total = 0
+        for _, _, size, one in sorted(found, key=operator.itemgetter(0, 1)) if is_small else found:
+            if held and (total + size > limit or not is_small):
+                yield _as_one(held)
+                held, total = [], 0
+            held.append(one)
+            total += size
+        yield _as_one(held)
+
+
+def _as_one(chunks: Sequence[DividedChunk]) -> DividedChunk:
+    if len(chunks) == 1:
+        return chunks[0]
+    pieces: list[Piece] = []
+    reads: list[tuple[Piece, tuple[int, ...]]] = []
+    for one in chunks:
+        reads += [(whole, tuple(len(pieces) + number for number in inside)) for whole, inside in one.reads]
+        pieces += one.pieces
+    return chunks[0]._replace(pieces=tuple(pieces), reads=tuple(reads))
 
 
 def _is_exchanged(pieces: Sequence[Piece], needers: Mapping[int, Sequence[Sequence[int]]]) -> bool:

@@ -30,10 +30,12 @@ from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.broadcast.chunks import (
     REQUEST_BYTES,
     BroadcastChunk,
+    DividedChunk,
     ReadDecision,
     decide_reads,
     divide,
     host_bytes,
+    join_neighbours,
     may_join,
     piece_bytes,
     with_neighbours,
@@ -238,6 +240,8 @@ def _aligned(size: int) -> int:
 
 # A chunk is read at once. Larger: reading and sending overlap less. Smaller: more requests.
 _CHUNK_BYTES = 16 << 20
+# Small neighbours are one chunk: a request of a window has them all. Larger: fewer processes read at once.
+_JOINED_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +266,7 @@ def schedule_broadcast(
     """
     unshared: list[PlanEntry] = []
     sent: list[EntryNeeds] = []
+    to_send: list[DividedChunk] = []
     chunks: list[BroadcastChunk] = []
     load = [0] * processes
     decisions: dict[str, ReadDecision] = {}
@@ -284,11 +289,12 @@ def schedule_broadcast(
             unshared += [one.entry for one in cluster]
             continue
         sent += cluster
-        for one in divided:
-            owner = min(one.candidates, key=lambda process: (load[process], process))
-            load[owner] += sum(map(piece_bytes, one.pieces)) + len(one.reads) * REQUEST_BYTES[StoreKind.BUCKET]
-            size = sum(host_bytes(whole) for whole, _ in one.reads)
-            chunks.append(BroadcastChunk(owner, one.members, one.pieces, one.reads, one.is_exchanged, size))
+        to_send += divided
+    for one in join_neighbours(to_send, min(_JOINED_BYTES, gathered_bytes, exchanged_bytes)):
+        owner = min(one.candidates, key=lambda process: (load[process], process))
+        load[owner] += sum(map(piece_bytes, one.pieces)) + len(one.reads) * REQUEST_BYTES[StoreKind.BUCKET]
+        size = sum(host_bytes(whole) for whole, _ in one.reads)
+        chunks.append(BroadcastChunk(owner, one.members, one.pieces, one.reads, one.is_exchanged, size))
     by_entry = {one.entry: one for one in sent}
     rounds = tuple(rounds_of(chunks, by_entry, limit))
     return Schedule(tuple(unshared), by_entry, tuple(chunks), rounds, decisions)

@@ -227,13 +227,13 @@ def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
         if not isinstance(entry.view.node, LeafNode) or uses[leaf] > 1:
             composed[entry] = position
         elif layout.size < _GROUP_BYTES:
-            small.append(_Small(*_place(leaf), position, max(1, layout.size), entry, None))
+            small.append(_Small(*place_of(leaf), position, max(1, layout.size), entry, None))
         else:
             found.append((position, Group([entry], layout.size, [leaf], _is_blocking(leaf), [[]], [entry])))
     for cluster in clusters_of(list(composed)):
         group, position = _as_group(cluster), composed[cluster[0]]
         if group.size < _GROUP_BYTES and len(cluster) == len(group.stages) == 1:
-            path, offset, _ = _place(group.leaves[0])
+            path, offset, _ = place_of(group.leaves[0])
             small.append(_Small(path, offset, group.blocking, position, group.size, cluster[0], group))
         else:
             found.append((position, group))
@@ -261,7 +261,7 @@ def _joined(small: list[_Small], limit: int) -> list[tuple[int, Group]]:
     return found
 
 
-def _place(leaf: Leaf) -> tuple[str, int, bool]:
+def place_of(leaf: Leaf) -> tuple[str, int, bool]:
     """Returns the file and offset of a leaf, and whether reads block."""
     if not isinstance(leaf, BlockingLeaf):
         return "", 0, False
