@@ -52,7 +52,7 @@ class CheckpointError(Exception):
 
     @property
     def message(self) -> str:
-        """What is wrong, without path and leaf."""
+        """The text without path and leaf."""
         # It may quote a file's or a server's text.
         text = masked(self._message)
         return text if self._has_lines else plain(text)
@@ -80,7 +80,8 @@ class CheckpointError(Exception):
         return f"{type(self).__name__}({str(self)!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unfilled, (type(self),), vars(self)
+        system = {"errno": self.errno} if isinstance(self, OSError) else {}
+        return _unfilled, (type(self),), {**vars(self), **system}
 
     def described(self, fix_text: Callable[[Fix], str] = str, *, width: int | None = None) -> str:
         """Returns the text of the error.

@@ -58,11 +58,12 @@ class Kill(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a survivor ended, and after how many seconds."""
+    """How a survivor ended, after how many seconds, and in which phase of its own."""
 
     kind: str
     seconds: float
     text: str
+    phase: str = ""
 
 
 def values() -> dict[str, np.ndarray]:
@@ -175,9 +176,11 @@ def run(kill: Kill, folder: Path, seed: int) -> dict[int, Outcome]:
         for process, line in lines(pipes, 300.0):
             if line is not None and line.startswith("acknowledged"):
                 acknowledged[process] = int(line.split()[1])
-            elif line is None or line.startswith("error"):
+            elif line is not None and not line.startswith("error"):
+                phase[process] = line
+            if line is None or line.startswith("error"):
                 raise AssertionError(f"process {process} ended before the kill: {line}")
-            elif process == kill.victim and line == kill.phase:
+            if process == kill.victim and line == kill.phase:
                 time.sleep(kill.seconds)
                 os.kill(began[process][0], signal.SIGKILL)
                 killed = time.monotonic()
@@ -189,7 +192,7 @@ def run(kill: Kill, folder: Path, seed: int) -> dict[int, Outcome]:
                 _, status = os.waitpid(began[process][0], 0)
                 if process != kill.victim:
                     ended = error[process] or f"signal {os.WTERMSIG(status)}"
-                    outcomes[process] = Outcome(ended.split()[0], time.monotonic() - killed, ended)
+                    outcomes[process] = Outcome(ended.split()[0], time.monotonic() - killed, ended, phase[process])
             elif line.startswith("error"):
                 error[process] = line.removeprefix("error ")
             elif line.startswith("acknowledged"):
@@ -218,7 +221,8 @@ def is_foreseen(kill: Kill, outcome: Outcome) -> bool:
         return True
     if kill.victim == 0:
         return outcome.kind in ("signal", "JaxRuntimeError")  # JAX's service has gone with it
-    return kill.phase in ("save", "begun") and outcome.kind != "hang"  # Orbax's barriers, and those of its managers
+    # Orbax's barriers, and those of its managers; no process waits for others in a plan, and goes on to a save.
+    return bool({kill.phase, outcome.phase} & {"save", "begun"}) and outcome.kind != "hang"
 
 
 def random_kill(draw: random.Random) -> Kill:
@@ -239,6 +243,7 @@ def run_all(times: int, seed: int, folder: Path) -> list[str]:
             outcomes = run(kill, folder, draw.randrange(1 << 30))
         except AssertionError as error:
             problems.append(f"{kill}: {error}")
+            print(number, problems[-1], flush=True)
             continue
         for outcome in outcomes.values():
             kind = f"{'process 0' if kill.victim == 0 else 'another'} in {kill.phase}: {outcome.kind}"

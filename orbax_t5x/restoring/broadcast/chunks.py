@@ -28,6 +28,8 @@ from orbax_t5x.restoring.plan import PlanEntry, boxes_by_leaf
 
 # So much of a byte range is read by one process where several need some of it. Gaps of 4 KiB are read over.
 _RUN_BYTES = 256 << 10
+# Rows and small neighbours are joined to chunks of one request. Larger: fewer processes read at once.
+JOINED_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ def divide(
         Piece(one.entry, box_index, box) for one in cluster for box_index, box in enumerate(one.boxes) if box_size(box)
     ]
     chunk_bytes = exchanged_bytes if _is_exchanged(pieces, needers) else gathered_bytes
-    for some in (_joined if joins else _cut)(pieces, chunk_bytes):
+    for some in _joined(pieces, min(chunk_bytes, JOINED_BYTES)) if joins else _cut(pieces, chunk_bytes):
         sets = [set(needers[id(piece.entry)][piece.box_index]) for piece in some]
         members = tuple(sorted(set().union(*sets)))
         candidates = tuple(sorted(set(members).intersection(*sets))) if has_values else members

@@ -28,6 +28,7 @@ from orbax_t5x.lazy.box import box_size
 from orbax_t5x.multihost.coordination import has_backend
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.broadcast.chunks import (
+    JOINED_BYTES,
     REQUEST_BYTES,
     BroadcastChunk,
     DividedChunk,
@@ -240,8 +241,6 @@ def _aligned(size: int) -> int:
 
 # A chunk is read at once. Larger: reading and sending overlap less. Smaller: more requests.
 _CHUNK_BYTES = 16 << 20
-# Small neighbours are one chunk: a request of a window has them all. Larger: fewer processes read at once.
-_JOINED_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +289,7 @@ def schedule_broadcast(
             continue
         sent += cluster
         to_send += divided
-    for one in join_neighbours(to_send, min(_JOINED_BYTES, gathered_bytes, exchanged_bytes)):
+    for one in join_neighbours(to_send, min(JOINED_BYTES, gathered_bytes, exchanged_bytes)):
         owner = min(one.candidates, key=lambda process: (load[process], process))
         load[owner] += sum(map(piece_bytes, one.pieces)) + len(one.reads) * REQUEST_BYTES[StoreKind.BUCKET]
         size = sum(host_bytes(whole) for whole, _ in one.reads)
