@@ -6,10 +6,12 @@ imports no extra. Entry points of other packages are looked up on the first use 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -19,13 +21,14 @@ Entry = TypeVar("Entry")
 class RegistryEntry:
     """A registered entry; as a context manager it ends with the block."""
 
-    def __init__(self, remove: Callable[[], None]):
+    def __init__(self, remove: Callable[[], object]):
         """Holds the function that removes the entry."""
-        self._remove = remove
+        self._removals = [remove]
 
     def unregister(self) -> None:
         """Removes the entry; a second call does nothing."""
-        self._remove()
+        with contextlib.suppress(IndexError):
+            self._removals.pop()()
 
     def __enter__(self) -> RegistryEntry:
         return self
@@ -47,15 +50,22 @@ class Registry(Generic[Entry]):
 
     @functools.cached_property
     def _installed(self) -> Mapping[str, importlib.metadata.EntryPoint]:
-        """Entry points of other packages; the package's own names win."""
-        if self._group is None:
-            return {}
-        found = importlib.metadata.entry_points(group=self._group)
-        return {point.name: point for point in found if point.name not in self._own}
+        """Entry points of other packages; taken names are left out with a warning."""
+        installed: dict[str, importlib.metadata.EntryPoint] = {}
+        for point in importlib.metadata.entry_points(group=self._group) if self._group else ():
+            if point.name in self._own or installed.setdefault(point.name, point) != point:
+                owner = "this package's" if point.name in self._own else installed[point.name].value
+                message = f"the {self._kind} {point.name!r} at {point.value} is left out: the name is taken by {owner}"
+                warnings.warn(message, stacklevel=2)
+        return installed
 
     def names(self) -> tuple[str, ...]:
         """Lists all names in order."""
-        return tuple(dict.fromkeys((*self._own, *self._installed, *self._added)))
+        return (*self._own, *self.joined_names())
+
+    def joined_names(self) -> tuple[str, ...]:
+        """Lists the names of entry points and of registered entries."""
+        return tuple(dict.fromkeys((*self._installed, *self._added)))
 
     def get(self, name: str) -> Entry:
         """Loads the entry of a name."""
@@ -72,12 +82,7 @@ class Registry(Generic[Entry]):
                 raise ValueError(f"a {self._kind} named {name!r} is registered already: {', '.join(self.names())}")
             self._added[name] = entry
 
-        def remove() -> None:
-            with self._lock:
-                if self._added.get(name) is entry:
-                    del self._added[name]
-
-        return RegistryEntry(remove)
+        return RegistryEntry(lambda: self._added.pop(name, None))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 
+from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.readers.format import Format, Mark
 from orbax_t5x.registry import Registry, RegistryEntry
 
@@ -166,11 +167,11 @@ def all_formats() -> list[Format]:
     Broken rows of other packages are left out with a warning.
     """
     rows = list(_OWN)
-    for name in FORMATS.names()[len(_OWN) :]:
+    for name in FORMATS.joined_names():
         try:
             rows.append(format_named(name))
-        except Exception as error:  # another package's code
-            warnings.warn(f"the format {name!r} of an installed package is left out: {error}", stacklevel=2)
+        except UnsupportedCheckpointError as error:
+            warnings.warn(error.message, stacklevel=2)
     return rows
 
 
@@ -178,10 +179,14 @@ def format_named(name: str) -> Format:
     """Returns the format of a name.
 
     Raises:
-      KeyError: no format has the name.
-      TypeError: the entry point of the name leads to something else.
+      UnsupportedCheckpointError: the name's entry point leads to no such format.
     """
-    row = FORMATS.get(name)
+    try:
+        row = FORMATS.get(name)
+    except Exception as error:  # another package's code
+        message = f"the format {name!r} of an installed package is left out: {error}"
+        raise UnsupportedCheckpointError(message) from error
     if not isinstance(row, Format) or row.name != name:
-        raise TypeError(f"its entry point leads to {row!r}, not to an orbax_t5x.Format of this name")
+        message = f"the format {name!r} of an installed package is left out: its entry point leads to {row!r}"
+        raise UnsupportedCheckpointError(f"{message}, not to an orbax_t5x.Format of this name")
     return row

@@ -98,7 +98,6 @@ EDGES = (
     Edge("minimal", "maxtext", "t5x_decoder_to_maxtext", arguments=_HEADS, given=(("scanned", False),)),
     Edge("minimal", "maxtext scanned", "t5x_decoder_to_maxtext", arguments=(*_HEADS, *_AXIS)),
 )
-_OWN_PACKS = frozenset(PACKS.names())
 
 
 def register(pack: RulePack) -> RegistryEntry:
@@ -159,12 +158,11 @@ def pack_names() -> tuple[str, ...]:
 def edges() -> tuple[Edge, ...]:
     """Returns all rows: the package's, then entry points', then callers'."""
     rows = EDGES
-    for name in PACKS.names():
-        if name not in _OWN_PACKS:
-            try:
-                rows = (*rows, _edge_of(name, pack_function(name)(), rows))
-            except Exception as error:  # code of others must not hide what a restore has to say
-                _warn(name, str(error))
+    for name in PACKS.joined_names():
+        try:
+            rows = (*rows, _edge_of(name, pack_function(name)(), rows))
+        except Exception as error:  # code of others must not hide what a restore has to say
+            _warn(name, str(error))
     return rows
 
 

@@ -30,20 +30,25 @@ def test_a_registered_entry_ends_with_its_block():
 
 
 def test_an_old_registration_removes_no_newer_one():
-    table = Registry[object]("word", {})
-    old = table.register("a", object())
+    table = Registry[str]("word", {})
+    old = table.register("a", "one")
     old.unregister()
-    new = object()
-    table.register("a", new)
+    table.register("a", "one")
     old.unregister()
-    assert table.get("a") is new
+    assert table.get("a") == "one"
 
 
-def test_entry_points_join_and_own_names_win(monkeypatch):
-    points = [importlib.metadata.EntryPoint(name, "math:floor", "group") for name in ("floor", "square")]
+def test_entry_points_join_and_taken_names_are_left_out(monkeypatch):
+    given = [("floor", "math:floor"), ("square", "math:floor"), ("floor", "math:ceil"), ("floor", "math:floor")]
+    points = [importlib.metadata.EntryPoint(*names, "group") for names in given]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: points if group == "group" else [])
     table = Registry[object]("function", OWN, group="group")
-    assert table.names() == ("square", "missing", "floor")
+    with pytest.warns(UserWarning) as caught:
+        assert table.names() == ("square", "missing", "floor")
+    assert [str(one.message) for one in caught] == [
+        "the function 'square' at math:floor is left out: the name is taken by this package's",
+        "the function 'floor' at math:ceil is left out: the name is taken by math:floor",
+    ]
     assert table.get("floor")(2.5) == 2
     assert table.get("square")(4.0) == 2.0
     with pytest.raises(ValueError, match="registered already"):

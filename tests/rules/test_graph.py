@@ -1,8 +1,12 @@
 """The graph of layouts: one shortest path between any two, along which packs compose."""
 
-import importlib.metadata
 import itertools
+import os
 import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,15 +149,23 @@ def test_packs_without_a_place_are_refused(given, told):
         toy(marks="(")
 
 
-def test_entry_points_join_and_those_without_a_place_are_left_out(monkeypatch, caplog):
-    points = [
-        importlib.metadata.EntryPoint(name, f"{__name__}:{value}", "orbax_t5x.layouts")
-        for name, value in (("toy_to_t5x", "toy"), ("broken", "nothing_of_this_name"), ("no_pack", "KINDS"))
-    ]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: points)
-    monkeypatch.delitem(vars(graph.PACKS), "_installed", raising=False)
-    plain = t5.minimal()
-    pack = rules.infer(toy_tree(plain), t5.below("target/", t5.scanned(plain)))
-    assert pack.name.startswith("toy_to_t5x then ")
-    assert {record.args[0] for record in caplog.records} == {"broken", "no_pack"}
-    monkeypatch.delitem(vars(graph.PACKS), "_installed")
+@pytest.mark.slow
+def test_entry_points_join_and_those_without_a_place_are_left_out(tmp_path):
+    """In a new process, since the table finds installed packages once."""
+    info = tmp_path / "toy_layouts-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-layouts\nVersion: 1.0\n")
+    points = {"toy_to_t5x": "toy", "broken": "nothing_of_this_name", "no_pack": "KINDS"}
+    lines = [f"{name} = {__name__}:{value}\n" for name, value in points.items()]
+    (info / "entry_points.txt").write_text(f"[orbax_t5x.layouts]\n{''.join(lines)}")
+    code = """
+        from orbax_t5x import rules
+        from tests.rules.test_graph import t5, toy_tree
+        plain = t5.minimal()
+        print(rules.infer(toy_tree(plain), t5.below("target/", t5.scanned(plain))).name)
+    """
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.stdout.startswith("toy_to_t5x then "), done.stderr
+    assert set(re.findall("the rule pack '(.*)' of another package is left out", done.stderr)) == {"broken", "no_pack"}
