@@ -15,7 +15,7 @@ from etils import epath
 
 from orbax_t5x.provenance import records
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.restoring.run_steps import lacks_record, newest_lineage, step_item
+from orbax_t5x.restoring.run_steps import SINGLE_ITEMS, lacks_record, newest_lineage, step_item
 
 _logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class RestoredHistory:
 
     def note_item(self, item: str, lineage: records.Lineage) -> None:
         """Notes a restore of an item."""
+        item = _history_of(item)
         with self._lock:
             known = self._led_to.setdefault(item, lineage)
             if known is None:
@@ -57,7 +58,7 @@ class RestoredHistory:
         with self._lock:
             if item == EVERY_ITEM:
                 self._led_to.clear()
-            self._led_to[item] = lineage
+            self._led_to[_history_of(item)] = lineage
 
     def to_save(
         self, directory: epath.Path, given: Sequence[Mapping[str, Any]] | None, *, primary: bool
@@ -96,7 +97,11 @@ class RestoredHistory:
 
 def _item_name(directory: str | os.PathLike[str]) -> str:
     step = step_item(directory)
-    return EVERY_ITEM if step is None else step.item
+    return EVERY_ITEM if step is None else _history_of(step.item)
+
+
+def _history_of(item: str) -> str:
+    return SINGLE_ITEMS[0] if item in SINGLE_ITEMS else item
 
 
 def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> records.Lineage:

@@ -150,7 +150,7 @@ def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryCo
         return dataclasses.replace(_decide_to_apply(lineage, context), note=f"applied to this state before: {before}")
     if found.relation == "unrecorded":
         what = "nothing records what was applied to this state before it was saved"
-        return _decide_unrecorded(lineage, context, what, _ANSWERS)
+        return _decide_unrecorded(lineage, context, what, _answers(found, context))
     if found.relation == "opaque":
         applied = [entry for entry in lineage if applied_rules(entry)]
         whose = "those given" if context.chain.digest is None else f"those recorded ({_brief(applied[-1])})"
@@ -193,6 +193,15 @@ def _decide_to_apply(lineage: Lineage, context: ResumeContext) -> Decision:
 def _entry(context: ResumeContext) -> Entry:
     answer = context.is_resuming if context.chain else None
     return make_entry(context.source, context.format, context.chain, is_resuming=answer)
+
+
+def _answers(found: HistoryComparison, context: ResumeContext) -> Fix:
+    if not found.applied or not context.transforms:
+        return _ANSWERS
+    words = f"pass {{}} (apply those that follow the {found.applied} recorded after it)"
+    return Fix.any_of(
+        _ANSWERS.ways[0], Fix.setting(words, transforms=context.transforms[found.applied :], is_resuming=False)
+    )
 
 
 def _decide_unrecorded(lineage: Lineage, context: ResumeContext, what: str, fix: Fix) -> Decision:

@@ -84,7 +84,7 @@ class HistoryComparison(NamedTuple):
 
     Attributes:
       relation: of the list to the record.
-      applied: how many rules at the list's beginning were applied already.
+      applied: how many rules at the list's beginning were applied already; of an unrecorded state at least.
       recorded: the rules of the reading that the list was compared with.
       is_reordered: whether they were applied in another order.
     """
@@ -108,7 +108,7 @@ def compare(lineage: Lineage, chain: ChainRecord) -> HistoryComparison:
             rules = tuple(reading.rules())
             return HistoryComparison("equal", count, rules, _is_reordered(reading))
     if has_gap and not any(reading.is_sure for reading in readings):
-        return HistoryComparison("unrecorded")
+        return HistoryComparison("unrecorded", max((count for count, _ in matches), default=0))
     if any(segment.is_opaque for segment in applied) or any(step.identity is None for step in chain.steps):
         return HistoryComparison("opaque")
     everything = [rule for segment in applied for rule in segment.rules]
@@ -139,7 +139,8 @@ def _readings(lineage: Lineage) -> list[HistoryReading]:
         readings = [
             dataclasses.replace(one, segments=(*one.segments, segment if one.segments else alone)) for one in readings
         ]
-        begun = HistoryReading((alone,), is_sure=is_sure)
+        # An answer that the rules are to be applied is one about all that was applied before.
+        begun = HistoryReading((alone,), is_sure=is_sure or segment.is_inserted)
         if not entry.get("continues") and begun not in readings:
             readings.append(begun)
     return readings

@@ -25,6 +25,9 @@ from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import read_custom_metadata
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, TEMPORARY_MARK, step_of_name
 
+SINGLE_ITEMS = ("default", "state")
+"""Names of a single item, of Orbax's managers and of Orbax v1: a run may go from either to the other."""
+
 # Steps that are read at the same time. More would read steps in vain, since the newest older step mostly has a record;
 # fewer would wait for a bucket more often.
 _BATCH_STEPS = 16
@@ -126,8 +129,7 @@ def _read_lineages(steps: Sequence[_StepDirectory], item: str) -> Iterator[tuple
         batch = steps[first : first + _BATCH_STEPS]
         # Each thread needs the session of remote stores, and a context can be entered by one thread at a time.
         pending = [
-            waiting_pool().submit(contextvars.copy_context().run, _read_lineage, os.path.join(one.path, item))
-            for one in batch
+            waiting_pool().submit(contextvars.copy_context().run, _read_lineage, one.path, item) for one in batch
         ]
         concurrent.futures.wait(pending)
         for index, lineage in enumerate(pending, first):
@@ -135,11 +137,16 @@ def _read_lineages(steps: Sequence[_StepDirectory], item: str) -> Iterator[tuple
                 yield index, lineage.result()
 
 
-def _read_lineage(directory: str) -> Lineage | None:
+def _read_lineage(step: str, item: str) -> Lineage | None:
     """Reads an item's lineage; a damaged record counts as unrecorded."""
-    try:
-        return from_metadata(read_custom_metadata(directory), path=directory)
-    except CheckpointNotFoundError:
-        raise
-    except CheckpointError:
-        return (UNRECORDED,)
+    names = [item, *(name for name in SINGLE_ITEMS if name != item)] if item in SINGLE_ITEMS else [item]
+    for name in names:
+        directory = os.path.join(step, name)
+        try:
+            return from_metadata(read_custom_metadata(directory), path=directory)
+        except CheckpointNotFoundError:
+            if name == names[-1]:
+                raise
+        except CheckpointError:
+            break
+    return (UNRECORDED,)

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
 import pytest
 
 import orbax_t5x as ot
@@ -60,3 +61,21 @@ def test_a_failed_restore_does_not_change_the_provenance(tmp_path, state):
         assert handler.provenance == ()
         manager.restore(0, args=ot.args.TrainStateRestore(None))
         assert handler.provenance == (record,)
+
+
+def test_a_run_goes_on_in_orbax_v1(tmp_path):
+    """A manager's single item and that of v1 have different names and the same history."""
+    swap = ot.transforms.Rename([("x", "y"), ("y", "x")])
+    state = {"x": np.zeros(2), "y": np.ones(2)}
+    with ocp.CheckpointManager(tmp_path / "source", item_handlers=ot.TrainStateHandler()) as manager:
+        manager.save(0, args=ot.args.TrainStateSave(state, provenance=()))
+    with ot.v1.context():
+        loaded = v1.load_checkpointables(tmp_path / "source" / "0", {"default": ot.v1.AbstractTrainState(state, swap)})
+        v1.save(tmp_path / "run" / "0", loaded["default"])
+    plan = ot.plan_restore(tmp_path / "run", state, [swap])
+    np.testing.assert_array_equal(plan.execute()["x"], state["y"])
+    # What stock Orbax adds to the run is of its history, under either name.
+    with v1.training.Checkpointer(tmp_path / "source") as checkpointer:
+        checkpointer.save(1, plan.execute())
+    with pytest.raises(ot.RestorePlanError, match="nothing records"):
+        ot.restore(tmp_path / "source", state, swap)

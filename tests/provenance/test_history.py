@@ -179,8 +179,15 @@ def test_rules_of_an_unrecorded_state_are_no_prefix():
     lineage = (UNRECORDED, entry("a"))
     assert compare(lineage, chain_of("a")).relation == "equal"
     assert compare(lineage, chain_of("ab")).relation == "unrecorded"
-    answered = (UNRECORDED, entry("a", is_resuming=True))
-    assert compare(answered, chain_of("ab")).relation == "prefix"
+    for answer in (True, False):
+        answered = (UNRECORDED, entry("a", is_resuming=answer))
+        assert compare(answered, chain_of("ab")).relation == "prefix"
+    # Of a conversion, which applied them with a warning: the question offers the rest, and never all again.
+    _, fix = decide(lineage, context("abc", "restore")).problem
+    rest = fix.ways[1].arguments
+    assert rest == {"transforms": (RULES["b"], RULES["c"]), "is_resuming": False}
+    decision = decide(lineage, context("bc", "restore", answer=False))
+    assert decide(decision.lineage, context("abc", "own step")).is_resuming
 
 
 def test_a_long_chain_is_compared_by_the_digest_of_the_whole():

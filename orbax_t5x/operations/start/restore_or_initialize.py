@@ -56,7 +56,6 @@ from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import with_full_stop
-from orbax_t5x.transforms.migrations import Migration
 from orbax_t5x.transforms.patterns.table import Pattern
 
 # Orbax's name for the item of a manager that has one item without a name.
@@ -338,7 +337,7 @@ class _JobStart:
     def from_scratch(self, chain: tuple[Callable[..., Any], ...]) -> TrainingStart:
         """Starts from the function only, by a plan without checkpoint.
 
-        Its state is that of the newest migration.
+        Its state is of the newest model: no transform is for it, not at a restart either.
         """
         init_fn, target = self._options.fallback, self._target
         if target is None:  # everything
@@ -353,8 +352,8 @@ class _JobStart:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
         state = plan.run(self._options)
-        newest = ChainRecord.of([one for one in chain if isinstance(one, Migration)])
-        self._begin((make_entry(self._root, "orbax", newest, is_resuming=True),) if newest else ())
+        has = ChainRecord.of(chain)
+        self._begin((make_entry(self._root, "orbax", has, is_resuming=True),) if has else ())
         return TrainingStart(state, _FIRST_STEP, "scratch")
 
     def _begin(self, lineage: Lineage) -> None:

@@ -145,3 +145,15 @@ def test_a_source_that_was_mapped_before_is_not_mapped_again(tmp_path, target, s
     with ours(tmp_path / "third") as manager:
         turned = ot.restore_or_initialize(manager, target, init_from=first, transforms=SWAP, is_resuming=False)
     assert values(turned.state) == {"x": 1.0, "y": 2.0, "z": 3.0}
+
+
+@pytest.mark.parametrize("rules", [[SWAP], ot.Migrations([("swap", [SWAP])])], ids=["rules", "Migrations"])
+def test_the_call_that_began_from_scratch_applies_nothing_when_it_is_made_again(tmp_path, target, rules):
+    """The function makes the newest model: rules for `init_from` are not for it, at no start."""
+    for step in range(3):
+        with ours(tmp_path / "root") as manager:
+            start = ot.restore_or_initialize(manager, target, transforms=rules, init_fn=initial)
+            assert (start.how, values(start.state)) == ("resumed" if step else "scratch", values(initial()))
+            manager.save(step, args=our_args(start.state))
+    with pytest.raises(ot.RestorePlanError, match=r"\[provenance\]"), ours(tmp_path / "root") as manager:
+        ot.restore_or_initialize(manager, target, transforms=[OTHER], init_fn=initial)
