@@ -126,22 +126,13 @@ class StoredFile(FilePlace, Protocol):
 class Snapshot(Protocol):
     """Record of files at the opening, for later checks.
 
-    TensorStore reads these files by itself.
-
     Attributes:
-      clock: of the remote store that holds them; None for local files.
+      clock: of the remote store that holds them; None for local files, which TensorStore reads by itself.
       is_for_all: whether this process compares them for all processes of its job, also if it reads nothing of them.
     """
 
     clock: ResponseClock | None
     is_for_all: bool
-
-    def are_stored(self, names: Sequence[str]) -> list[bool]:
-        """Tests for each name if it is a file beside the array.
-
-        It blocks.
-        """
-        ...
 
     def was_checked(self, execution: object) -> bool:
         """Reports whether `check_unchanged` has been called in this execution."""
@@ -353,7 +344,7 @@ class Files(FilePlace, Named, Protocol):
     def kvstore(self, name: str) -> dict[str, Any] | None:
         """Returns TensorStore's spec of a directory, or None.
 
-        There is no slash at the path's end; "" is the root. None: only `read_range` reads it, as of a web server.
+        There is no slash at the path's end; "" is the root. None: only `read_range` reads it, as of a remote store.
         """
         ...
 

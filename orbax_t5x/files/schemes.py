@@ -42,7 +42,6 @@ class Scheme(NamedTuple):
       transport: makes the client of a server or bucket, by its URL and the clock of its responses; a
         `ListedTransport` if `can_list`.
       can_list: whether servers list their files.
-      kvstore: returns TensorStore's spec of a bucket, with an empty path; None if TensorStore does not read it.
       download: returns a local directory with those of some files that a directory has; None if they are read in place.
     """
 
@@ -50,7 +49,6 @@ class Scheme(NamedTuple):
     parse: Callable[[str], StoreUrl]
     transport: Callable[[str, Any], Any]
     can_list: bool = True
-    kvstore: Callable[[str], dict[str, Any]] | None = None
     download: Callable[[str, Sequence[str]], str] | None = None
 
 
@@ -59,8 +57,8 @@ SCHEMES: Registry[Scheme] = Registry(
     {
         "http": "orbax_t5x.extras.web.schemes:WEB",
         "https": "orbax_t5x.extras.web.schemes:WEB",
-        "s3": "orbax_t5x.files.remote.buckets:S3",
-        "gs": "orbax_t5x.files.remote.buckets:GS",
+        "s3": "orbax_t5x.files.remote.buckets:BUCKETS",
+        "gs": "orbax_t5x.files.remote.buckets:BUCKETS",
         "hf": "orbax_t5x.extras.web.schemes:HUB",
     },
     group="orbax_t5x.schemes",

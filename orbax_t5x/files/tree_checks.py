@@ -93,9 +93,6 @@ class TreeSnapshot(Snapshot):
     def _path(self) -> str:
         return self._root.join(self._names[0]) if self._names[0] else self._root.path
 
-    def are_stored(self, names: Sequence[str]) -> list[bool]:
-        return [os.path.lexists(os.path.join(self._path, name)) for name in names]
-
     def was_checked(self, execution: object) -> bool:
         checked = self._checked_in
         return checked is not None and checked() is execution

@@ -20,13 +20,13 @@ import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.concurrency import Budget, OnceEach, run_in_pool, wait_all, waiting_pool
-from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import Named
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.ranges import BoundedRange, ReadContext, RequestGroup
 from orbax_t5x.files.request_settings import REQUESTS_AT_ONCE
-from orbax_t5x.lazy.box import box_slices
+from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.chunk_grid import ArrayLayout, requests_by_chunk
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
@@ -69,18 +69,17 @@ class Sharding(NamedTuple):
     def of(cls, metadata: Mapping[str, Any], layout: ArrayLayout) -> Sharding | None:
         """Returns the shards of an array, or None.
 
-        Raises:
-          ValueError: they are of another kind than Orbax's.
+        None also for shards of another kind than Orbax's, which are fetched whole.
         """
         codecs = metadata.get("codecs", ())
-        if all(codec["name"] != _SHARDING for codec in codecs):
+        if [codec["name"] for codec in codecs] != [_SHARDING]:
             return None
         settings = codecs[0].get("configuration", {})
         index, inner = settings.get("index_codecs", ()), settings.get("codecs", ())
         plain = [codec["name"] for codec in index] in (["bytes"], ["bytes", "crc32c"])
         little = plain and index[0].get("configuration", {}).get("endian") == "little"
-        if len(codecs) != 1 or not little or any(codec["name"] == _SHARDING for codec in inner):
-            raise ValueError("shards inside others, or with codecs around them")
+        if not little or any(codec["name"] == _SHARDING for codec in inner):
+            return None
         chunks = math.prod(layout.shard) // math.prod(layout.chunk)
         return cls(chunks, settings.get("index_location", "end") == "end", len(index) > 1, inner)
 
@@ -158,19 +157,17 @@ class FetchedArray:
             spec["metadata"] = metadata
             array = ts.open(spec, open=True, assume_metadata=True, read=True, context=context).result()
         self.layout = ArrayLayout.of(array)
-        self.chunk_bytes: int = math.prod(self.layout.chunk) * self.layout.dtype.itemsize
         self.keys = ChunkKeys.of(array)
         self.metadata: dict[str, Any] = array.spec().to_json()["metadata"]
-        try:
-            self.sharding = Sharding.of(self.metadata, self.layout)
-        except ValueError as error:
-            message = f"opening it: {error}, are not read from a web server"
-            raise UnsupportedCheckpointError(message, path=values.path, leaf=leaf) from None
-        if self.sharding is not None:
+        self.sharding = Sharding.of(self.metadata, self.layout)
+        if self.sharding is None:
+            self.layout = self.layout._replace(chunk=self.layout.shard)
+        else:
             grid = {"name": "regular", "configuration": {"chunk_shape": list(self.layout.chunk)}}
             spec["metadata"] = {**self.metadata, "chunk_grid": grid, "codecs": self.sharding.codecs}
             array = ts.open(spec, open=True, assume_metadata=True, read=True, context=context).result()
         self.array: ts.TensorStore = array
+        self.chunk_bytes: int = math.prod(self.layout.chunk) * self.layout.dtype.itemsize
 
     @property
     def names(self) -> Callable[[], Awaitable[list[str]]] | None:
@@ -180,7 +177,7 @@ class FetchedArray:
             return None
         return lambda: run_in_pool(waiting_pool(), values.names, self._prefix)
 
-    async def read(self, requests: Sequence[Request], leaf: str, decoding: Budget, *, is_near: bool) -> None:
+    async def read(self, requests: Sequence[Request], leaf: str, decoding: Budget, *, is_near: bool) -> int:
         """Reads boxes, a chunk at a time per thread.
 
         Args:
@@ -189,16 +186,20 @@ class FetchedArray:
           decoding: memory for chunks.
           is_near: whether the server answers at once.
 
+        Returns:
+          How many absent chunks were read as the fill value.
+
         Raises:
           CheckpointError: a chunk cannot be fetched.
           Exception: what TensorStore raised.
         """
         left = list(requests_by_chunk(requests, self.layout.chunk))[::-1]
         under_way = RequestGroup()
+        absent: list[int] = []
 
         async def read_chunks() -> None:
             try:
-                await run_in_pool(waiting_pool(), self._read_chunks, left, ReadContext(leaf, under_way))
+                absent.append(await run_in_pool(waiting_pool(), self._read_chunks, left, ReadContext(leaf, under_way)))
             except BaseException:
                 left.clear()
                 under_way.cancel()
@@ -212,10 +213,12 @@ class FetchedArray:
                 yield read_chunks()
 
         await wait_all(threads())
+        return sum(absent)
 
-    def _read_chunks(self, left: list[list[Request]], context: ReadContext) -> None:
-        """Takes and reads chunks until all are taken."""
+    def _read_chunks(self, left: list[list[Request]], context: ReadContext) -> int:
+        """Takes and reads chunks until all are taken; counts absent chunks."""
         most_pending = _PENDING_BYTES // max(1, self.chunk_bytes)
+        absent = 0
         pending: deque[tuple[str, list[ts.WriteFutures]]] = deque()
         try:
             while left:
@@ -223,30 +226,33 @@ class FetchedArray:
                     requests = left.pop()
                 except IndexError:  # another thread took the last one
                     break
-                pending.append(self._begin_chunk(requests, context))
+                key, data = self._fetch(requests[0].box, context)
+                absent += data is None
+                pending.append((key, self._begin_chunk(key, data, requests)))
                 # Those that wait were decoded meanwhile: waiting for one at once would change threads for each.
                 if len(pending) > most_pending:
                     self._end_chunk(*pending.popleft())
             while pending:
                 self._end_chunk(*pending.popleft())
+            return absent
         finally:
             for chunk in pending:
                 with contextlib.suppress(Exception):
                     self._end_chunk(*chunk)
 
-    def _begin_chunk(self, requests: Sequence[Request], context: ReadContext) -> tuple[str, list[ts.WriteFutures]]:
-        """Fetches a chunk and begins to read boxes inside it."""
-        index = tuple([low // size for (low, _), size in zip(requests[0].box, self.layout.chunk, strict=True)])
+    def _fetch(self, box: Box, context: ReadContext) -> tuple[str, bytes | None]:
+        """Fetches the chunk of a box; None if it is absent."""
+        index = tuple([low // size for (low, _), size in zip(box, self.layout.chunk, strict=True)])
         key, most = self.keys.key(index), most_encoded(self.chunk_bytes)
-        if self.sharding is None:
-            data = self._values.read_range(self._prefix + key, BoundedRange.whole(most), context)
-        else:
-            data = self._read_inside(index, self.sharding, most, context)
+        if self.sharding is not None:
+            return key, self._read_inside(index, self.sharding, most, context)
+        return key, self._values.read_range(self._prefix + key, BoundedRange.whole(most), context)
+
+    def _begin_chunk(self, key: str, data: bytes | None, requests: Sequence[Request]) -> list[ts.WriteFutures]:
+        """Begins to read boxes of a chunk that was fetched."""
         self.hold(key, data)
         try:
-            return key, [
-                ts.array(out, write=True, copy=False).write(self.array[box_slices(box)]) for box, out in requests
-            ]
+            return [ts.array(out, write=True, copy=False).write(self.array[box_slices(box)]) for box, out in requests]
         except BaseException:
             self.drop(key)
             raise

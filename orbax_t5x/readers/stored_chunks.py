@@ -8,16 +8,13 @@ that is wanted and the chunks that are stored: what else the box covers is fille
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import run_in_pool, waiting_pool
 from orbax_t5x.errors import LimitExceededError
-from orbax_t5x.files.interface import Snapshot
 from orbax_t5x.lazy.box import Box, box_slices, intersect, shift
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.chunk_grid import chunk_indices, count_chunks
@@ -73,37 +70,29 @@ class StoredChunks:
     may have at most `most` of them.
     """
 
-    def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...], files: Snapshot, most: int):
+    def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...], most: int):
         """Makes the chunks of an array."""
         self._cell = cell
         self._grid = grid
-        self._files = files
         self._most = most
         self._listed: np.ndarray | None = None
 
-    async def find(
-        self, keys: ChunkKeys, names: Callable[[], Awaitable[list[str]]] | None, boxes: Sequence[Box]
-    ) -> np.ndarray:
-        """Returns the indices of stored chunks, sorted."""
-        if self._listed is not None:
-            return self._listed
-        if names is not None:
+    async def find(self, keys: ChunkKeys, names: Callable[[], Awaitable[list[str]]]) -> None:
+        """Lists the chunks once."""
+        if self._listed is None:
             self._listed = keys.indices(await names(), self._grid)
-            return self._listed
-        count = count_chunks(boxes, self._cell)
-        if count > self._most:
+
+    def require_few(self, boxes: Sequence[Box], chunk: Sequence[int]) -> None:
+        """Refuses boxes of too many chunks without a list."""
+        if (count := count_chunks(boxes, chunk)) > self._most:
             raise LimitExceededError(
                 f"one read has {count} chunks, which the store cannot list, more than Limits.chunks = {self._most}"
             )
-        asked = list({keys.key(index): None for box in boxes for index in self._indices(box)})
-        are_stored = await run_in_pool(waiting_pool(), self._files.are_stored, asked)
-        return keys.indices(list(itertools.compress(asked, are_stored)), self._grid)
 
-    def _indices(self, box: Box) -> Iterator[tuple[int, ...]]:
-        return itertools.product(*[range(low, high) for low, high in chunk_indices(box, self._cell)])
-
-    def fill(self, requests: Sequence[Request], stored: np.ndarray, value: np.ndarray) -> tuple[list[Request], int]:
+    def fill(self, requests: Sequence[Request], value: np.ndarray) -> tuple[list[Request], int]:
         """Fills the uncovered rest of a mostly empty box."""
+        stored = self._listed
+        assert stored is not None
         left: list[Request] = []
         used = np.zeros(len(stored), np.bool_)
         for request in requests:

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 
-from orbax_t5x import on_demand
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -15,8 +14,6 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-
-_typed_remote = on_demand.function("orbax_t5x.files.remote.request_errors", "typed_remote_error")
 
 # Where TensorStore's message goes on with the whole spec and other payloads, which add nothing to the error.
 _PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
@@ -42,15 +39,11 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
     match = _STATUS.match(text)
     status = match["status"] if match else ""
     message = f"{doing}: {text[match.end() if match else 0 :]}"
-    if is_remote:
-        return _typed_remote(error, doing, path=path, leaf=leaf)
-    if not os.path.isdir(path):
+    if not is_remote and not os.path.isdir(path):
         return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)
-    if (number := os_error_number(error)) is not None:
-        if number not in _DAMAGE_ERRNOS:
-            return CheckpointIOError(message, path=path, leaf=leaf, errno=number)
-    elif status in _IO_STATUSES:
-        return CheckpointIOError(message, path=path, leaf=leaf)
+    number = os_error_number(error)
+    if number not in _DAMAGE_ERRNOS if number is not None else status in _IO_STATUSES:
+        return CheckpointIOError(message, path=path, leaf=leaf, errno=number)
     if "Invalid key: " in text or "Invalid file path: " in text:
         return UnsafeCheckpointError(message, path=path, leaf=leaf)
     if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":

@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
-from orbax_t5x.errors import CheckpointError, CheckpointIOError, CorruptCheckpointError, LimitExceededError, error_at
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
 from orbax_t5x.files.interface import Snapshot
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.memory import UNCHECKED_BYTES, empty_array, naming_memory_errors, require_memory
-from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, shift
+from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare_box_sums, row_boxes, sums_of
-from orbax_t5x.readers.chunk_grid import ArrayLayout, chunk_boxes, count_chunks, requests_by_chunk
+from orbax_t5x.readers.chunk_grid import ArrayLayout, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.leaves import OpenFlag
 from orbax_t5x.readers.stored_chunks import ChunkKeys, StoredChunks
@@ -114,7 +113,7 @@ class TensorStoreLeaf(Leaf):
         self._stored: StoredChunks | None = None
         if absent_is_fill:
             grid = tuple([-(-size // cell) for size, cell in zip(self.shape, shard, strict=True)])
-            self._stored = StoredChunks(shard, grid, files, limits.chunks)
+            self._stored = StoredChunks(shard, grid, limits.chunks)
         self.is_remote: bool = files.clock is not None
 
     @property
@@ -158,9 +157,9 @@ class TensorStoreLeaf(Leaf):
         if self._files.was_checked(stats.execution):
             await self._read(requests, stats)
             return
-        pool = reader_pool() if self._files.clock is None else waiting_pool()
+        pool = waiting_pool() if self.is_remote else reader_pool()
         check = run_in_pool(pool, self._files.check_unchanged, stats.execution, leaf=self.name)
-        if self._files.clock is None:
+        if not self.is_remote:
             await check
             await self._read(requests, stats)
             return
@@ -199,11 +198,11 @@ class TensorStoreLeaf(Leaf):
             requests = [Request(box, buffer) for box, buffer in first.items()]
             left = requests if self._stored is None else await self._fill(requests, self._stored, stats)
             if left:
-                await self._read_requests(left, stats.decoding)
+                await self._read_requests(left, stats)
         except CheckpointError:
             raise
         except Exception as error:
-            if self._files.clock is None:
+            if not self.is_remote:
                 # What was removed after the stat before reading is gone, not damaged: as an execution of its own this
                 # stats again.
                 again = ReadStats(stats.verify)
@@ -224,36 +223,23 @@ class TensorStoreLeaf(Leaf):
     async def _fill(self, requests: Sequence[Request], chunks: StoredChunks, stats: ReadStats) -> Sequence[Request]:
         """Fills boxes of mostly absent chunks; returns the rest."""
         array, decoder = self._opened(), self._decoder()
-        names = array.names if isinstance(array, FetchedArray) else self._names_of(decoder)
-        keys = array.keys if isinstance(array, FetchedArray) else ChunkKeys.of(decoder)
-        finding = [asyncio.ensure_future(chunks.find(keys, names, [box for box, _ in requests]))]
-        try:
-            await self._end(finding)
-        except LimitExceededError as error:
-            raise error_at(error, path=self.path, leaf=self.name) from None
-        stored = finding[0].result()
-        left, absent = await run_in_pool(reader_pool(), chunks.fill, requests, stored, np.asarray(decoder.fill_value))
+        if not isinstance(array, FetchedArray):
+            await chunks.find(ChunkKeys.of(array), lambda: _names_of(array))
+        elif (names := array.names) is not None:
+            await chunks.find(array.keys, names)
+        else:
+            try:
+                chunks.require_few([box for box, _ in requests], self.chunks or ())
+            except LimitExceededError as error:
+                raise error_at(error, path=self.path, leaf=self.name) from None
+            return requests
+        left, absent = await run_in_pool(reader_pool(), chunks.fill, requests, np.asarray(decoder.fill_value))
         stats.count(0, fill_chunks=absent)
         return left
 
-    def _names_of(self, array: ts.TensorStore) -> Callable[[], Awaitable[list[str]]] | None:
-        """Returns a lister of the array's stored names, or None."""
-        kvstore = array.kvstore
-        assert kvstore is not None
-        if self._files.clock is not None and kvstore.spec().to_json()["driver"] != "ocdbt":
-            return None
-
-        async def names() -> list[str]:
-            return [name.decode("utf-8", "replace") for name in await kvstore.list()]
-
-        return names
-
-    async def _read_requests(self, requests: Sequence[Request], decoding: Budget) -> None:
-        """Reads all boxes at once if memory allows, else by chunk.
-
-        The memory is for their chunks.
-        """
-        chunks = self.chunks or ()
+    async def _read_requests(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """Reads all boxes at once if memory allows, else by chunk."""
+        chunks, decoding = self.chunks or (), stats.decoding
         decoded_bytes = int(_DECODING_COPIES * self._chunk_bytes)
         if decoded_bytes > UNCHECKED_BYTES:  # other memory was taken since the leaf was opened
             with naming_memory_errors(self.path, self.name):
@@ -261,7 +247,8 @@ class TensorStoreLeaf(Leaf):
         array = self._opened()
         if isinstance(array, FetchedArray):
             is_near = self._files.clock is not None and self._files.clock.is_near
-            await array.read(requests, self.name, decoding, is_near=is_near)
+            absent = await array.read(requests, self.name, decoding, is_near=is_near)
+            stats.count(0, fill_chunks=absent)
             return
         count = 1 if chunks == self.shape else count_chunks([box for box, _ in requests], chunks)
         at_once = self._chunk_bytes * min(count, FILE_IO_CONCURRENCY)
@@ -281,9 +268,18 @@ class TensorStoreLeaf(Leaf):
         """Reads boxes together, then gives back their chunks' memory."""
         writes: list[ts.WriteFutures] = []
         try:
+            array = self._decoder()
             for box, buffer in requests:
-                writes += self._begin_writes(box, buffer)
-            await self._end_writes(writes)
+                out = ts.array(buffer, write=True, copy=False)
+                writes.append(out.write(array if buffer.shape == self.shape else array[box_slices(box)]))
+            # Waking the loop costs more than a small read: other leaves begin theirs first, and the last read is waited
+            # for first; then most are done.
+            if not all([write.commit.done() for write in writes]):
+                await asyncio.sleep(0)
+            for write in reversed(writes):
+                if not write.commit.done():
+                    await write.commit
+                write.commit.result()
         except BaseException:
             for write in writes:
                 write.copy.cancel()
@@ -291,50 +287,6 @@ class TensorStoreLeaf(Leaf):
             raise
         finally:
             decoding.give(taken)
-
-    def _begin_writes(self, box: Box, buffer: np.ndarray) -> list[ts.WriteFutures]:
-        """Begins to read a box into a buffer.
-
-        It reads in one go, or remotely by boxes of whole chunks, each a response.
-        """
-        array, out = self._decoder(), ts.array(buffer, write=True, copy=False)
-        if self._files.clock is None:
-            return [out.write(array if buffer.shape == self.shape else array[box_slices(box)])]
-        return [
-            out[box_slices(shift(inner, box))].write(array[box_slices(inner)])
-            for inner in chunk_boxes(box, self.chunks or ())
-        ]
-
-    async def _end_writes(self, writes: Sequence[ts.WriteFutures]) -> None:
-        if self._files.clock is not None:
-            await self._end([asyncio.ensure_future(_ended(write)) for write in writes])
-            return
-        # Waking the loop costs more than a small read: other leaves begin theirs first, and the last read is waited for
-        # first; then most are done.
-        if not all([write.commit.done() for write in writes]):
-            await asyncio.sleep(0)
-        for write in reversed(writes):
-            if not write.commit.done():
-                await write.commit
-            write.commit.result()
-
-    async def _end(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
-        """Waits for tasks, of a remote store as long as responses arrive."""
-        clock, begun = self._files.clock, time.monotonic()
-        waiting = set(tasks)
-        try:
-            while waiting:
-                left = None if clock is None else clock.seconds_left(begun)
-                if clock is not None and left is not None and left <= 0:
-                    raise CheckpointIOError(f"reading it: {clock.timeout_text()}", path=self.path, leaf=self.name)
-                done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                    if clock is not None:
-                        clock.note()
-        finally:
-            for task in waiting:
-                task.cancel()
 
     def __repr__(self) -> str:
         return f"<TensorStoreLeaf {self.name!r}: {self.dtype}{list(self.shape)}>"
@@ -388,8 +340,10 @@ class _BoxChecksums(Checksums):
         return CorruptCheckpointError(message, path=leaf.path, leaf=leaf.name)
 
 
-async def _ended(write: ts.WriteFutures) -> None:
-    await write.commit
+async def _names_of(array: ts.TensorStore) -> list[str]:
+    """Lists the names stored with an array."""
+    assert array.kvstore is not None
+    return [name.decode("utf-8", "replace") for name in await array.kvstore.list()]
 
 
 def _checking_codec(metadata: Mapping[str, Any]) -> str | None:

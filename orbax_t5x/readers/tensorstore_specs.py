@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorstore as ts
 
-from orbax_t5x.files.request_settings import REQUEST_SETTINGS
 from orbax_t5x.readers.tensorstore_errors import typed_error
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
@@ -26,7 +25,6 @@ def make_context() -> ts.Context:
             "file_io_concurrency": {"limit": FILE_IO_CONCURRENCY},
             "cache_pool": {"total_bytes_limit": 0},
             "cache_pool#ocdbt": {"total_bytes_limit": _OCDBT_CACHE_BYTES},
-            **REQUEST_SETTINGS,
         }
     )
 
@@ -66,5 +64,5 @@ def check_database(directory: Mapping[str, Any], path: str, context: ts.Context)
     try:
         ts.KvStore.open(spec, context=context).result().read("/").result()
     except (ValueError, NotImplementedError) as error:
-        is_remote, doing = directory["driver"] != "file", "opening its OCDBT database"
-        raise typed_error(error, path=path, leaf=None, doing=doing, is_remote=is_remote) from error
+        doing = "opening its OCDBT database"
+        raise typed_error(error, path=path, leaf=None, doing=doing, is_remote=False) from error

@@ -92,7 +92,3 @@ def test_one_execution_stats_once(tree):
     (tree / "array" / "c" / "0").unlink()
     files.check_unchanged(execution)  # it was statted in this execution
     assert files.was_checked(execution) and not files.was_checked(Execution())
-
-
-def test_names_in_the_first_directory_are_found(tree):
-    assert TreeSnapshot(Root(tree), ["array/c"]).are_stored(["0", "1"]) == [True, False]

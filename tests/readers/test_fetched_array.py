@@ -11,8 +11,9 @@ import tensorstore as ts
 
 import orbax_t5x as ot
 from orbax_t5x.concurrency import Budget
-from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, LimitExceededError
 from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes
 from tests.support.http_store import serving
 
 W = np.random.default_rng(0).random((64, 96), np.float32)
@@ -61,7 +62,10 @@ def test_chunks_that_are_not_in_a_shard(tmp_path):
     metadata = tmp_path / "item" / "_METADATA"
     metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "store_array_data_equal_to_fill_value": False}))
     with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
-        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), value)
+        reading = read_boxes(leaf_of(checkpoint, "w"), [((0, 64), (0, 96))])
+        np.testing.assert_array_equal(reading.arrays[0], value)
+        assert reading.stats.fill_chunks == 1 + 6
+        assert not [one for one in store.log if one.name.startswith("item/w/c") and one.range is None]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +76,12 @@ def test_chunks_that_are_not_in_a_shard(tmp_path):
         [sharding([16, 16], index_codecs=[{"name": "bytes", "configuration": {"endian": "big"}}])],
     ],
 )
-def test_other_shards_are_refused(tmp_path, codecs):
+def test_other_shards_are_fetched_whole(tmp_path, codecs):
     write(tmp_path, codecs=codecs)
     with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
-        with pytest.raises(UnsupportedCheckpointError, match="not read from a web server"):
-            checkpoint.leaves["w"].get()
+        store.forget()
+        np.testing.assert_array_equal(checkpoint.leaves["w"][3:5, 40:60].get(), W[3:5, 40:60])
+        assert sorted(one.name for one in store.log if one.range) == ["item/w/c/0/0", "item/w/c/0/1"]
     with ot.open_checkpoint(tmp_path / "item") as checkpoint:
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.parse
-from typing import Any, NoReturn
+from typing import Any
 
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.extras.web.hub import download_files, parse_hub_path
@@ -30,12 +30,6 @@ def _split_hub_url(url: str) -> StoreUrl:
     return StoreUrl(f"hf://{wanted.repository}{revision}", wanted.file, not wanted.file)
 
 
-def _refuse_chunks(base: str) -> NoReturn:
-    raise UnsupportedCheckpointError(
-        "arrays in chunks are not read from the hub: download the files, and open the directory", path=base
-    )
-
-
 def _find_on_hub(url: str) -> str:
     return locate(lower_scheme(url))
 
@@ -45,4 +39,4 @@ def _open_hub(base: str, clock: Any) -> HubFiles:
 
 
 WEB = Scheme(_plain_url, split_url, WebServer, can_list=False)
-HUB = Scheme(_find_on_hub, _split_hub_url, _open_hub, kvstore=_refuse_chunks, download=download_files)
+HUB = Scheme(_find_on_hub, _split_hub_url, _open_hub, download=download_files)

@@ -80,21 +80,13 @@ class _BucketRead:
         self._future.cancel()
 
 
-def _s3_kvstore(base: str) -> dict[str, Any]:
-    spec: dict[str, Any] = {"driver": "s3", "bucket": base.partition("://")[2], "path": ""}
-    if endpoint := os.environ.get(_S3_ENDPOINT):
-        region = next((found for name in _S3_REGIONS if (found := os.environ.get(name))), _ANY_REGION)
-        spec |= {"endpoint": endpoint, "aws_region": region}
-    return spec
-
-
-def _gs_kvstore(base: str) -> dict[str, Any]:
-    return {"driver": "gcs", "bucket": base.partition("://")[2], "path": ""}
-
-
 def open_kvstore(base: str) -> ts.KvStore:
     """Opens a bucket."""
-    spec = (_s3_kvstore if base.startswith("s3://") else _gs_kvstore)(base)
+    scheme, _, bucket = base.partition("://")
+    spec: dict[str, Any] = {"driver": "gcs" if scheme == "gs" else scheme, "bucket": bucket}
+    if scheme == "s3" and (endpoint := os.environ.get(_S3_ENDPOINT)):
+        region = next((found for name in _S3_REGIONS if (found := os.environ.get(name))), _ANY_REGION)
+        spec |= {"endpoint": endpoint, "aws_region": region}
     return ts.KvStore.open(spec, context=ts.Context(REQUEST_SETTINGS)).result()
 
 
@@ -107,5 +99,4 @@ def _plain_url(url: str) -> str:
     return lower_scheme(url)
 
 
-S3 = Scheme(_plain_url, split_url, _open_bucket, kvstore=_s3_kvstore)
-GS = Scheme(_plain_url, split_url, _open_bucket, kvstore=_gs_kvstore)
+BUCKETS = Scheme(_plain_url, split_url, _open_bucket)

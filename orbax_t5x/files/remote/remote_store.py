@@ -226,13 +226,8 @@ class RemoteFiles(Files):
 
     # -- what TensorStore reads by itself
 
-    def kvstore(self, name: str) -> dict[str, Any] | None:
-        # If processes share an opening, our own requests can be shared, and TensorStore's cannot.
-        kvstore = self.connection.scheme.kvstore
-        if kvstore is None or self.connection.transcript is not None:
-            return None
-        spec = kvstore(self.connection.base)
-        return {**spec, "path": spec["path"] + self.key(name)}
+    def kvstore(self, name: str) -> None:
+        """Returns None: our own requests are bounded, and processes can share them."""
 
     def entries(self, name: str) -> dict[str, bool]:
         """Returns nothing: a list names every chunk below."""
@@ -248,7 +243,7 @@ class RemoteFiles(Files):
         path, name = self.locate(directory, leaf=leaf), f"{directory}/{metadata}"
         files = self.snapshot([directory], name, leaf=leaf)
         data = self.read_whole(name, limit=limit, leaf=leaf)
-        return ArrayDirectory(path, path, self.kvstore(directory), data, files)
+        return ArrayDirectory(path, path, None, data, files)
 
     def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
         check()
@@ -265,8 +260,7 @@ class RemoteSnapshot(Snapshot):
 
     It stands for the files that it describes.
 
-    The chunks have versions, too, but TensorStore reads them by itself, and a look at each would double the
-    requests. A writer that changes chunks and leaves the metadata as it was is not noticed.
+    A writer that changes chunks and leaves the metadata as it was is not noticed.
     """
 
     def __init__(self, store: RemoteFiles, name: str, leaf: str | None):
@@ -282,10 +276,6 @@ class RemoteSnapshot(Snapshot):
         self._checked_in: weakref.ref[object] | None = None
         if self._stat is None:
             raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
-
-    def are_stored(self, names: Sequence[str]) -> list[bool]:
-        directory = "".join(self._key.rpartition("/")[:2])
-        return [found is not None for found in self._connection.stat_again([directory + name for name in names])]
 
     def was_checked(self, execution: object) -> bool:
         checked = self._checked_in

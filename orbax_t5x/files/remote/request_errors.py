@@ -20,10 +20,6 @@ _PAYLOADS = re.compile(
 )
 _IGNORED_RANGE = re.compile(r"was ignored by server|Expected Content-Range|Unexpected Content-Range")
 _REDIRECT = re.compile(r"HTTP code 3\d\d")
-# Statuses of absl for a store that failed, not for bytes that are wrong.
-_FAILURES = frozenset(
-    {"PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNAUTHENTICATED"}
-)
 _DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 
@@ -76,15 +72,3 @@ def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | Non
     if _REDIRECT.search(text):
         message += "; redirects are not followed: open the URL to which the server sends"
     return CheckpointIOError(message, path=path, leaf=leaf)
-
-
-def typed_remote_error(error: BaseException, doing: str, *, path: str, leaf: str | None) -> CheckpointError:
-    """Makes the typed error of a failed read of an array."""
-    text = _PAYLOADS.sub("", str(error))
-    status = status_of(error)
-    message = f"{doing}: {text[len(status) + 2 if status else 0 :]}"
-    if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
-        return UnsupportedCheckpointError(message, path=path, leaf=leaf)
-    if status in _FAILURES or "HTTP code" in message or is_ignored_range(error):
-        return remote_error(error, doing, path=path, leaf=leaf)
-    return CorruptCheckpointError(message, path=path, leaf=leaf)

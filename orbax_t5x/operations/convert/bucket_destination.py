@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
-from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.files.places import files_at, opening
-from orbax_t5x.files.remote.buckets import GS, S3, open_kvstore
+from orbax_t5x.files.remote.buckets import BUCKETS, open_kvstore
 from orbax_t5x.files.remote.request_errors import is_beyond_end, remote_error
 from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.operations.convert.destination import (
@@ -75,8 +74,7 @@ class BucketDestination(Destination):
     is_shared = False
 
     def __init__(self, url: str):
-        scheme = GS if url_scheme(url) == "gs" else S3
-        parsed = scheme.parse(scheme.find(url))
+        parsed = BUCKETS.parse(BUCKETS.find(url))
         if not parsed.key:
             raise UnsupportedCheckpointError("a whole bucket is not written; name a directory in it", path=url)
         self.name: str = f"{parsed.base}/{parsed.key}"

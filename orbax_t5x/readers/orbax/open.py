@@ -11,7 +11,6 @@ its error; the others can be read.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -293,13 +292,11 @@ class _OrbaxOpening:
         database = values = None
         if ocdbt and files.manifest:
             database = database_files(self._root, item, files)
-            kvstore = self._root.kvstore(item)
-            if kvstore is None:
+            try:
                 values = OcdbtValues(self._root, item, self._limits)
-            elif not self._root.is_remote:
-                with contextlib.suppress(UnsupportedCheckpointError, LimitExceededError):  # TensorStore may read it
-                    values = OcdbtValues(self._root, item, self._limits)
-            if values is None and kvstore is not None:
+            except (UnsupportedCheckpointError, LimitExceededError):  # TensorStore may read it
+                if (kvstore := self._root.kvstore(item)) is None:
+                    raise
                 self._root.checked("database", item, partial(check_database, kvstore, directory, self._context))
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
         texts = [node.param for node in metadata.nodes if node.value_type == "string"]

@@ -6,10 +6,9 @@ from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.extras.web.schemes import HUB, WEB
 
 
-def test_web_servers_do_not_list_and_the_hub_has_no_chunks():
-    assert not WEB.can_list and WEB.kvstore is None and WEB.download is None
-    with pytest.raises(UnsupportedCheckpointError, match="chunks are not read from the hub"):
-        HUB.kvstore("hf://org/name@main")
+def test_web_servers_do_not_list_and_the_hub_does():
+    assert not WEB.can_list and WEB.download is None
+    assert HUB.can_list and HUB.download is not None
 
 
 @pytest.mark.parametrize("url", ["https://host/x?a=b", "https://host/x#a", "https://", "https://user:word@host/x"])
