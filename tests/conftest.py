@@ -109,12 +109,22 @@ def _no_line_of_progress_for_slow_machines() -> Iterator[None]:
         yield
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_", "ORBAX_"))}
+
+
+_GIVEN = _environment()
+
+
 def pytest_collection() -> None:
     # Modules and tests come to be, and none goes: a quarter of the time would go into looking for garbage among them.
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    # All tests, and the processes that they start, would run with what one module set when it was imported.
+    if changed := _environment().items() ^ _GIVEN.items():
+        raise pytest.UsageError(f"a module of the tests changes the environment: {sorted(dict(changed))}")
     gc.freeze()
     gc.enable()
 

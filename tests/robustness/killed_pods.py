@@ -24,12 +24,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.xla import xla_flags
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = xla_flags(2)
-os.environ["ORBAX_T5X_STORE"] = "bucket"  # so that restores send
-
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -38,6 +32,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
 from tests.support.jax_job import _free_port as free_port
+from tests.support.xla import xla_flags
+
+# Of the forks only, before their backends begin; a bucket, so that restores send.
+_ENVIRONMENT = {"XLA_FLAGS": xla_flags(2), "ORBAX_T5X_STORE": "bucket"}
 
 # Modules are loaded once for all forks.
 _LOADED = (ot.restore, ot.plan_restore, ot.verify, ot.diff, ot.convert, ot.TrainStateHandler, ot.args.TrainStateSave)
@@ -133,6 +131,8 @@ def forked(function: Callable[[Callable[[str], None]], None]) -> tuple[int, int]
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
+    os.environ.update(_ENVIRONMENT)
+    jax.config.update("jax_platforms", "cpu")
 
     def tell(line: str) -> None:
         os.write(write, (line.replace("\n", " ") + "\n").encode())
