@@ -109,6 +109,13 @@ def test_items_and_steps_of_orbax_are_replaced(use_ocdbt, use_zarr3, new, tmp_pa
         assert stock(path).keys() == {"b"}
 
 
+def test_a_config_beside_safetensors_files_is_replaced_with_them(new, tmp_path):
+    for _ in range(2):
+        ot.convert(new, tmp_path / "c", format="safetensors", overwrite=True)
+        assert names_in(tmp_path / "c") == ["model.safetensors"]
+        (tmp_path / "c" / "config.json").write_text("{}")
+
+
 def test_only_orbax_checkpoints_are_replaced(tmp_path):
     source = checkpoint({"a": np.zeros(3)})
     (tmp_path / "dir").mkdir()

@@ -47,3 +47,10 @@ def test_small_arrays_of_a_group_stay_together():
     with_small = [share for share in shares if any(block.array.group for block in share)]
     assert len(with_small) == 1
     assert {block.array.name for block in with_small[0]} >= {"a", "b", "c"}
+
+
+def test_a_group_that_would_upset_the_balance_is_divided():
+    """Three groups of 3, 3 and 2 equal arrays are 4 arrays for each of two processes."""
+    names = [f"{group}{number}" for group, size in (("p", 3), ("q", 3), ("r", 2)) for number in range(size)]
+    made = [PlannedArray(name, name, as_view(np.zeros(8)), (8,), name[0]) for name in names]
+    assert [len(share) for share in divide_blocks(cut_into_blocks(made), 2)] == [4, 4]

@@ -139,3 +139,17 @@ def test_damage_is_found_in_what_is_copied(tmp_path):
     with pytest.raises(CorruptCheckpointError, match="crc32c"):
         ot.convert(prefix, tmp_path / "out", format="safetensors")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stop_by_another_process_ends_the_blocks(tmp_path, monkeypatch):
+    """No further block begins, and the missing ones are an error."""
+    monkeypatch.setattr(pipeline, "_LEAST_IN_FLIGHT", 0)
+    monkeypatch.setattr(pipeline, "_MOST_LARGE_BLOCKS", 1)
+    source = checkpoint({f"w{index:03}": np.ones((64, 128)) for index in range(50)}, AwaitedLeaf)
+
+    def stop(done, total, leaf):
+        (tmp_path / ".out.orbax-t5x-convert" / pipeline.STOP_FILE).touch()
+
+    with pytest.raises(CheckpointIOError, match="a block written by another process is not in its journal"):
+        ot.convert(source, tmp_path / "out", progress=stop)
+    assert not source.made["w049"].boxes and names_in(tmp_path) == []

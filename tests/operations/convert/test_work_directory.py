@@ -12,6 +12,8 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.operations.convert.journal import Journal
+from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from tests.support.conversions import names_in, new_source, old_destination
 from tests.support.saving import stock
 
@@ -134,3 +136,30 @@ def test_a_failed_rename_puts_the_old_back(new, out, monkeypatch):
     assert caught.value.errno == 28
     assert stock(out).keys() == {"a"}
     assert names_in(out.parent) == ["c"]
+
+
+def test_a_journal_that_a_process_still_writes_refuses_the_next_conversion(new, out):
+    """As in a job whose primary process alone was killed: the directory is not locked, the journal is."""
+    (out.parent / WORK).mkdir(0o700)
+    journal = Journal(out.parent / WORK, 1, "digest")
+    with pytest.raises(
+        CheckpointIOError, match="another process of an earlier conversion still writes to it"
+    ) as caught:
+        ot.convert(new, out, overwrite=True)
+    assert caught.value.errno == errno.EBUSY and caught.value.path == str(out)
+    journal.close()
+    ot.convert(new, out, overwrite=True)
+    assert stock(out).keys() == {"b"} and names_in(out.parent) == ["c"]
+
+
+def test_files_that_the_mask_lets_a_group_write_are_of_a_conversion(out):
+    mask = os.umask(0o002)
+    try:
+        with WorkDirectory(out) as work:
+            work.is_kept = True
+            (work.path / "blocks").mkdir()
+            (work.path / "stop").touch()
+        with WorkDirectory(out) as work:
+            assert work.path.name == WORK
+    finally:
+        os.umask(mask)

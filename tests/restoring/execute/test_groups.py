@@ -7,10 +7,12 @@ from unittest import mock
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
-from orbax_t5x.restoring.execute.groups import group_entries
+from orbax_t5x.lazy import as_view
+from orbax_t5x.restoring.execute.groups import Piece, cut_clean, group_entries, stages_of
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint
 
 
@@ -31,6 +33,38 @@ def test_heavy_and_light_views_of_a_leaf_are_read_together():
 
 
 MIB = 1 << 20
+
+
+def entries_of(*views):
+    """The entries of a plan that makes these views, read in float32 and cast."""
+    made = {f"v{number}": view for number, view in enumerate(views)}
+    target = {name: jax.ShapeDtypeStruct(view.shape, ml_dtypes.bfloat16) for name, view in made.items()}
+    source = checkpoint({"w": AwaitedLeaf("w", np.zeros(1, np.float32))})
+    return ot.plan_restore(source, target, lambda state, _: made, strict=False, allow_lossy_cast=True).entries
+
+
+def leaf_of(rows, chunk=None, columns=1):
+    array = np.broadcast_to(np.float32(0), (rows, columns))
+    return AwaitedLeaf("w", array, None if chunk is None else (chunk, columns))
+
+
+def test_stages_need_16_mib_of_scratch_at_most():
+    view = as_view(leaf_of(1 << 14, columns=1 << 10))
+    for rows, count in ((1 << 14, 4), (4096, 1), (4096 + 16, 2)):
+        stages = stages_of(entries_of(view[:rows]))
+        assert len(stages.pieces) == count and stages.scratch_bytes == 16 * MIB
+
+
+@pytest.mark.parametrize(("begin", "start", "wanted", "edge"), [(0, 0, 4, 10), (0, 0, 27, 20), (3, 7, 4, 17)])
+def test_pieces_are_cut_between_chunks(begin, start, wanted, edge):
+    """Views count their rows from their own beginning, pieces from where the piece before ended."""
+    view = as_view(leaf_of(100, chunk=10))[begin:]
+    (entry,) = entries_of(view)
+    rows = view.shape[0] - start
+    cut = cut_clean([Piece(entry, 0, ((start, view.shape[0]), (0, 1)))], rows, wanted)
+    assert cut is not None
+    (head,), (tail,) = cut
+    assert (head.box[0], tail.box[0]) == ((start, edge), (edge, view.shape[0]))
 
 
 def groups_of(path, sizes, limit=1 << 30, target=None, transforms=()):
@@ -99,3 +133,12 @@ def test_neighbours_in_the_file_are_read_together(tmp_path):
 def test_parts_of_a_leaf_that_share_no_byte_are_apart(tmp_path):
     rules = [ot.transforms.Split("a00000", axis=0, into=("p", "q"))]
     assert members(groups_of(tmp_path / "a.safetensors", [16 * MIB], transforms=rules)) == [1, 1]
+
+
+def test_scratch_of_small_members_adds_up(tmp_path):
+    narrow = {name: jax.ShapeDtypeStruct((4,), ml_dtypes.bfloat16) for name in ("p", "q")}
+    rules = [ot.transforms.AssignmentMap([("p", "a"), ("q", "b")])]
+    safetensors.numpy.save_file({"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}, tmp_path / "a.safetensors")
+    plan = ot.plan_restore(tmp_path / "a.safetensors", narrow, rules, allow_lossy_cast=True)
+    (group,) = group_entries(plan.entries, 1 << 30)
+    assert (group.scratch, group.size) == (2 * 16, 2 * (16 + 8))
