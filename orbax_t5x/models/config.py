@@ -152,6 +152,10 @@ def config_of(checkpoint: Any) -> T5Config:
         raise UnsupportedCheckpointError(message, path=path) from error
     if theirs.is_given:
         return theirs.completed(found, parameters)
+    architecture = checkpoint.metadata.get("general.architecture")
+    epsilon = checkpoint.metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon")
+    if isinstance(epsilon, float):  # GGUF's is a float32
+        found = dataclasses.replace(found, layer_norm_epsilon=float(f"{epsilon:.7g}"))
     if any(map(_THEIR_HEAD.fullmatch, checkpoint.leaves)) and _has_equal_head(parameters):
         found = dataclasses.replace(found, tied=True, scale_decoder_outputs=True)
     return found
@@ -214,8 +218,8 @@ class _TheirConfig:
         self._given: Mapping[str, Any] = given if self.is_given else {}
         self._path = path
         # Before version 4 no config named it.
-        version = re.match(r"(\d+)\.", str(self._given.get("transformers_version", "")))
-        self._version = int(version[1]) if version else 4
+        version = re.match(r"(\d+)\.(\d+)", str(self._given.get("transformers_version", "")))
+        self._version: tuple[int, int] = (int(version[1]), int(version[2])) if version else (4, 0)
         self._type = str(self._given.get("model_type", "t5"))
 
     def _refuse(self, key: str, reason: str) -> NoReturn:
@@ -317,13 +321,13 @@ class _TheirConfig:
         """Decides if logits are tied and the decoder's output is scaled.
 
         Version 4 ties by `tie_word_embeddings`, and scales what is tied. Version 5 ties what the file lacks; T5 scales
-        by `scale_decoder_outputs`, mT5 never, umT5 always.
+        by `scale_decoder_outputs`, mT5 never, umT5 always before 5.24.
         """
         has_head = not found.tied
-        if self._version >= 5:
-            scaled = {"mt5": False, "umt5": True}.get(self._type)
-            if scaled is None:
-                scaled = self._given.get("scale_decoder_outputs", self._given.get("tie_word_embeddings") is not False)
+        if self._version >= (5, 0):
+            scaled = self._given.get("scale_decoder_outputs", self._given.get("tie_word_embeddings") is not False)
+            if self._type == "mt5" or (self._type == "umt5" and self._version < (5, 24)):
+                scaled = self._type == "umt5"
             return not has_head or _has_equal_head(leaves), bool(scaled)
         tied = bool(self._given.get("tie_word_embeddings", self._type != "mt5"))
         if not tied and not has_head:

@@ -30,6 +30,10 @@ from orbax_t5x.readers.leaves import close_all
 _CONFIG = "config.json"
 # How the Hugging Face trainer names its steps.
 _STEP_NAME = re.compile(r"checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII)
+# A file of a model in several files; each program counts from 1.
+PART = re.compile(
+    r"(?P<model>.*)-(?P<number>[0-9]{5,})-of-(?P<parts>[0-9]{5,})(?P<suffix>\.[a-z]+)", re.ASCII | re.DOTALL
+)
 LFS_POINTER = b"version https://git-lfs"
 """The first bytes of a file that Git LFS has not fetched."""
 
@@ -52,6 +56,26 @@ def trainer_step(directory: str) -> int | None:
     """Parses the step in a Hugging Face trainer's directory name."""
     match = _STEP_NAME.fullmatch(os.path.basename(directory))
     return int(match["step"]) if match else None
+
+
+def parts_of(name: str, files: Files) -> list[str]:
+    """Lists all files of a part's model, or the name of a whole file.
+
+    Raises:
+      CorruptCheckpointError: a part is missing.
+    """
+    part = PART.fullmatch(name)
+    if part is None or not 0 < int(part["number"]) <= int(part["parts"]):
+        return [name]
+    width = len(part["number"])
+    names = []
+    for number in range(1, int(part["parts"]) + 1):
+        names.append(f"{part['model']}-{number:0{width}}-of-{part['parts']}{part['suffix']}")
+        if names[-1] != name and not files.exists(names[-1]):
+            raise CorruptCheckpointError(
+                f"one of {int(part['parts'])} parts of a model, and {names[-1]!r} is missing", path=files.join(name)
+            )
+    return names
 
 
 def refuse_lfs_pointer(first: bytes, path: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,9 @@ def copy_with(tmp_path, kind, change):
         ("gelu_ungated", {}, {"activation": "gelu", "gated": False}),
         ("gated_silu", {}, {"activation": "silu", "gated": True, "dropout_rate": 0.1}),
         ("umt5", {}, {"per_layer_bias": True, "tied": True, "scale_decoder_outputs": True}),
+        ("umt5_unscaled_v5", {}, {"tied": True, "scale_decoder_outputs": False}),
+        ("umt5_unscaled_v5", {"scale_decoder_outputs": None}, {"scale_decoder_outputs": True}),
+        ("umt5_unscaled_v5", {"transformers_version": "5.23.0"}, {"scale_decoder_outputs": True}),
         ("t5_encoder", {}, {"encoder_only": True, "decoder_layers": 0, "tied": False, "layer_norm_epsilon": 1e-6}),
         # Which of both versions wrote the file decides what the same keys mean.
         ("t5_1_1_v5", {"transformers_version": "4.57.6"}, {"tied": True, "scale_decoder_outputs": True}),
@@ -136,6 +140,15 @@ def test_a_config_that_is_no_json_is_no_config(tmp_path):
     (copy / "config.json").write_text("{")
     with pytest.raises(UnsupportedCheckpointError, match=r"config\.json decides"):
         config_of(copy)
+
+
+def test_the_epsilon_of_gguf_counts(goldens, tmp_path):
+    data = (goldens / "gguf" / "t5_mixed.gguf").read_bytes()
+    key = b"t5.attention.layer_norm_rms_epsilon" + struct.pack("<I", 6)
+    for epsilon in (1e-6, 3e-4):
+        changed = data.replace(key + struct.pack("<f", 1e-6), key + struct.pack("<f", epsilon))
+        (tmp_path / "t5.gguf").write_bytes(changed)
+        assert config_of(tmp_path / "t5.gguf").layer_norm_epsilon == epsilon
 
 
 @pytest.mark.parametrize("change", [0, 1])

@@ -28,6 +28,7 @@ SHOWN = {
     "gated_silu": "UL2 (`gated-silu`)",
     "gelu_ungated": "`gelu` without a gate",
     "umt5": "umT5 (a bias in each layer)",
+    "umt5_unscaled_v5": "umT5 by Transformers 5.24, unscaled",
     "t5_encoder": "`T5EncoderModel`",
     "longt5_local": "LongT5, local",
     "switch_tied": "Switch",

@@ -9,7 +9,6 @@ quantizations Q8_0 is read, as float32; a leaf in another one is listed and says
 from __future__ import annotations
 
 import os
-import re
 
 import ml_dtypes
 import numpy as np
@@ -28,13 +27,12 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
+from orbax_t5x.readers.hub_files import LFS_POINTER, PART, ModelFiles, parts_of, refuse_lfs_pointer
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 
 SUFFIX = ".gguf"
-_PART = re.compile(r"(?P<model>.*)-[0-9]{5}-of-(?P<parts>[0-9]{5})\.gguf", re.ASCII | re.DOTALL)
 _SINGLE = np.dtype(np.float32)
 # GGML's types by their codes: those that are read, then quantizations.
 _DTYPES = {0: _SINGLE, 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16), 28: np.dtype(np.float64)}
@@ -57,9 +55,9 @@ def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     else:
         files, name = open_directory_of(given.named)
         names = [name]
-        if part := _PART.fullmatch(os.path.basename(given.named)):
+        if PART.fullmatch(os.path.basename(given.named)):
             files = files_at(os.path.dirname(given.named))
-            names = _parts_of(part, files)
+            names = parts_of(os.path.basename(given.named), files)
     opened = _GgufFiles(files, limits)
     for name in names:
         opened.add_file(name)
@@ -88,24 +86,12 @@ class _GgufFiles(ModelFiles):
             self._leaves[leaf] = found
 
 
-def _parts_of(part: re.Match[str], files: Files) -> list[str]:
-    """Lists the names of all parts of a part's model."""
-    model, parts = part["model"], part["parts"]
-    names = [f"{model}-{number:05}-of-{parts}{SUFFIX}" for number in range(1, int(parts) + 1)]
-    for name in names:
-        if not files.exists(name):
-            raise CorruptCheckpointError(
-                f"one of {int(parts)} parts of a model, and {name!r} is missing", path=files.join(part[0])
-            )
-    return names
-
-
 def _files_in(files: Files) -> list[str]:
     """Returns a directory's only file, or its only model's parts."""
     names = sorted(name for name in files.names() if name.endswith(SUFFIX))
     if not names:
         raise CheckpointNotFoundError("no GGUF files in this directory", path=files.named)
-    parts = [_PART.fullmatch(name) for name in names]
+    parts = [PART.fullmatch(name) for name in names]
     models = {name if part is None else (part["model"], part["parts"]) for name, part in zip(names, parts, strict=True)}
     if len(models) > 1:
         raise UnsupportedCheckpointError(f"several GGUF files: open one of {', '.join(names)}", path=files.named)

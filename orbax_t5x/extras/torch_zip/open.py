@@ -21,7 +21,7 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
-from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
+from orbax_t5x.readers.hub_files import ModelFiles, parts_of, trainer_step
 from orbax_t5x.readers.leaves import OpenFlag
 from orbax_t5x.readers.zip_members import Archive
 
@@ -46,6 +46,7 @@ def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     if is_directory or name.endswith(INDEX_SUFFIX):
         files = directory
     else:
+        parts_of(name, directory)
         files, name = open_directory_of(path)
     opened = _TorchFiles(files, limits)
     if name.endswith(INDEX_SUFFIX):

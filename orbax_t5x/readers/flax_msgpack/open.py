@@ -21,7 +21,7 @@ from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.flax_msgpack.leaves import is_early_item, is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
-from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
+from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, parts_of, refuse_lfs_pointer
 
 SUFFIX = ".msgpack"
 INDEX_SUFFIX = ".msgpack.index.json"
@@ -64,6 +64,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
         directory, name = os.path.split(path)
         if name.endswith(INDEX_SUFFIX):
             return _open_model(path, directory, name, step, limits)
+        parts_of(name, files_at(directory))
         files, file = open_directory_of(path)
         opened = _FlaxFiles(files, limits)
         opened.add_file(file)

@@ -18,7 +18,7 @@ from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer, trainer_step
+from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, parts_of, refuse_lfs_pointer, trainer_step
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
@@ -39,6 +39,7 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
     directory = given if is_directory else files_at(os.path.dirname(path))
     name = "" if is_directory else os.path.basename(path)
     files = directory
+    parts_of(name, directory)
     if given.is_link() and not is_directory and not name.endswith(INDEX_SUFFIX):
         files, name = open_directory_of(path)
     opened = _SafetensorsFiles(files, limits)

@@ -1,6 +1,7 @@
 """Safetensors checkpoints, written by the format's own library and by Transformers (goldens)."""
 
 import json
+import shutil
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -172,6 +173,27 @@ def test_a_config_that_cannot_be_read_does_not_hide_the_tensors(tmp_path):
         assert checkpoint.metadata["config"] is None
         assert "config.json" in checkpoint.metadata["config_error"]
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), [0, 1, 2])
+
+
+@pytest.mark.parametrize("end", [".safetensors", ".bin", ".msgpack"])
+def test_a_part_without_its_siblings_is_an_error(goldens, tmp_path, end):
+    """A model without the layers of another file would look like a smaller one."""
+    source = {
+        ".safetensors": "safetensors/t5_1_1/model-00001-of-00006.safetensors",
+        ".bin": "torch/t5_1_1_bf16/pytorch_model-00001-of-00002.bin",
+        ".msgpack": "flax_msgpack/t5_1_1/flax_model.msgpack",
+    }[end]
+    part, other = (tmp_path / f"model-0000{number}-of-00002{end}" for number in (1, 2))
+    shutil.copy(goldens / source, part)
+    with pytest.raises(
+        ot.errors.CorruptCheckpointError, match=f"one of 2 parts of a model, and '{other.name}' is missing"
+    ):
+        ot.open_checkpoint(part)
+    shutil.copy(goldens / source, other)
+    with ot.open_checkpoint(part) as checkpoint, ot.open_checkpoint(goldens / source) as alone:
+        assert checkpoint.leaves.keys() == alone.leaves.keys()
+    shutil.copy(goldens / source, tmp_path / f"model-00003-of-00002{end}")
+    ot.open_checkpoint(tmp_path / f"model-00003-of-00002{end}").close()
 
 
 def test_numbered_files_without_an_index_are_one_whole_set(tmp_path):
