@@ -24,6 +24,7 @@ _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 # Orbax's descriptions of NumPy arrays have a shape and a dtype, and no sharding as those of `jax.Array` have one.
 _ORBAX = "orbax."
+_GIVE_MESH = "call this within `with jax.set_mesh(mesh):` of a mesh with these axes, or give NamedShardings on a mesh"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +104,11 @@ def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: 
         return _unknown(name, leaf, f"a leaf of type {type(leaf).__name__} can not be restored into")
     if type(leaf).__module__.startswith(_ORBAX) and not hasattr(type(leaf), "sharding"):
         return TargetLeaf("numpy", tuple(shape), np.dtype(dtype), is_param=is_param, is_variable=is_variable)
-    sharding = getattr(leaf, "sharding", None)
+    try:
+        sharding = getattr(leaf, "sharding", None)
+    except (TypeError, ValueError) as error:  # JAX puts a PartitionSpec on the mesh in use when it is asked for
+        message = f"its PartitionSpec does not fit the mesh in use: {error}"
+        return Problem("sharding", name, message, Fix.in_program(_GIVE_MESH))
     if not isinstance(sharding, jax.sharding.Sharding):
         sharding = None
     elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
@@ -202,12 +207,7 @@ def _abstract_mesh(name: str, leaf: Any) -> Problem:
     wanted, in_use = dict(leaf.sharding.mesh.shape), dict(jax.sharding.get_mesh().shape)
     used = f"the mesh in use has axes {in_use}" if in_use else "no mesh is in use"
     message = f"its sharding is over an abstract mesh with axes {wanted}, which has no devices, and {used}"
-    return Problem(
-        "sharding",
-        name,
-        message,
-        Fix.in_program("call this within `with jax.set_mesh(mesh):`, or give shardings on a mesh"),
-    )
+    return Problem("sharding", name, message, Fix.in_program(_GIVE_MESH))
 
 
 def _special_layout(leaf: Any, sharding: jax.sharding.Sharding | None) -> Format | None:

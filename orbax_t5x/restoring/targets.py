@@ -184,7 +184,10 @@ class _Flattening:
             return
         # Descriptions do not depend on the name, and most leaves are like another one.
         kind = (leaf, is_param, is_variable) if type(leaf) is jax.ShapeDtypeStruct else None
-        described = self._described.get(kind)
+        try:
+            described = self._described.get(kind)
+        except (TypeError, ValueError):  # its sharding is a PartitionSpec that does not fit the mesh in use
+            described = kind = None
         if described is None:
             described = describe_leaf(name, leaf, is_param=is_param, is_variable=is_variable)
         if isinstance(described, Problem):

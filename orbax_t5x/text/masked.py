@@ -9,9 +9,10 @@ import functools
 import re
 
 # `pathlib` makes one slash of two.
-_SCHEME = r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+:/{1,2})"
-_URL = re.compile(_SCHEME + r"(?P<rest>[^\s'\"<>]+)")
-_URL_PATH = re.compile(_SCHEME + r"(?P<rest>.+)", re.DOTALL)
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+:/+"
+# In quotes, a URL may hold blanks.
+_URL = re.compile(rf"(?P<scheme>(?P<quote>['\"])?{_SCHEME})" r"(?P<rest>(?(quote)(?:(?!(?P=quote)).)+|[^\s'\"<>]+))")
+_URL_PATH = re.compile(rf"(?P<scheme>{_SCHEME})(?P<rest>.+)", re.DOTALL)
 # Characters, and what is written for them in a URL, perhaps several times.
 _AT = re.compile(r"@|%(?:25)*40", re.IGNORECASE)
 _COLON = re.compile(r":(?!\d+$)|%(?:25)*3A", re.IGNORECASE)

@@ -26,7 +26,8 @@ def fuzz_one(name: str, seconds: int, keep: Path) -> None:
     """Fuzzes one target in this process and exits."""
     import atheris
 
-    with atheris.instrument_imports(include=["orbax_t5x.readers", "orbax_t5x.files", "orbax_t5x.operations.convert"]):
+    rooms = ("readers", "files", "extras", "operations.convert")
+    with atheris.instrument_imports(include=[f"orbax_t5x.{room}" for room in rooms]):
         from tests.fuzz import corpus, mutations, targets  # instrumented as they load
 
     target = targets.TARGETS[name]

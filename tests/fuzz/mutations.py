@@ -175,6 +175,8 @@ def edited_pickle(data: bytes, generator: random.Random, change: ChangeBytes) ->
     except Exception:  # the same
         return change(data)
     parts = [data[low:high] for low, high in itertools.pairwise(starts)]
+    if generator.random() < 0.2:
+        return b"".join([*parts[:-1], _shared_objects(sum(part[:1] == b"q" for part in parts), generator), b"."])
     for _ in range(generator.randint(1, _MAX_EDITS)):
         if not parts:
             break
@@ -192,6 +194,23 @@ def edited_pickle(data: bytes, generator: random.Random, change: ChangeBytes) ->
             text = generator.choice(_TEXTS).encode()
             parts[at] = b"X" + struct.pack("<I", len(text)) + text
     return b"".join(parts)
+
+
+def _shared_objects(remembered: int, generator: random.Random) -> bytes:
+    """Opcodes that replace the value on top by lists, tuples and dicts that each hold the one before many times."""
+    made = b"r" + struct.pack("<I", remembered)
+    for level in range(remembered, remembered + generator.randint(1, 6)):
+        one, times = b"j" + struct.pack("<I", level), generator.choice((1, 2, 31, 200))
+        keys = (b"X" + struct.pack("<I", 4) + f"k{number:03}".encode() for number in range(times))
+        held = {
+            "list": b"](" + one * times + b"e",
+            "tuple": b"(" + one * times + b"t",
+            "dict": b"}(" + b"".join(key + one for key in keys) + b"u",
+            "call": b"c" + b"collections\nOrderedDict\n" + one + b"\x85R",
+        }
+        made += generator.choice(list(held.values())) + b"r" + struct.pack("<I", level + 1)
+    # One value ends a pickle.
+    return made + generator.choice((b"", b"\x86", b"0"))
 
 
 # -- TensorFlow bundles

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import http.client
 import io
+import itertools
 import json
 import os
 import random
@@ -54,6 +55,8 @@ Check = Callable[[bytes], CheckpointError | None]
 _LIMITS = Limits(block_bytes=16 << 20, chunk_bytes=16 << 20)
 # Larger leaves are opened, and no element of them is read.
 _READ_BYTES = 1 << 20
+# Objects that a pickle shares may have many names: all are listed, and the first are read.
+_LEAVES_READ = 1000
 _VALUE = np.arange(8, dtype=np.float32)
 # Written by TensorStore: a manifest names files whose names are random, so that it is saved with them.
 _OCDBT_ITEM = Path(__file__).parent.parent / "corpus" / "ocdbt_item"
@@ -101,7 +104,7 @@ def contents(path: Path, format: str | None = None) -> Contents:
         return found
     with checkpoint:
         checkpoint.tree()
-        for name in checkpoint.leaves:
+        for name in itertools.islice(checkpoint.leaves, _LEAVES_READ):
             leaf = leaf_of(checkpoint, name)
             small = leaf.shape == () or int(np.prod(leaf.shape, dtype=object)) * leaf.dtype.itemsize <= _READ_BYTES
             boxes = None if small else [tuple((0, 0) for _ in leaf.shape)]

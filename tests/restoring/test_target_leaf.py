@@ -46,6 +46,18 @@ def test_a_sharding_over_an_abstract_mesh_is_resolved_by_the_mesh_in_use(axis_ty
         assert problems(source, target) == [("sharding", "a")]
 
 
+def test_a_partition_spec_takes_the_mesh_in_use():
+    """A misspelt axis, or no mesh at all, is a problem of the leaf."""
+    source = checkpoint({"a": np.arange(16, dtype=np.float32).reshape(8, 2)})
+    target = {"a": jax.ShapeDtypeStruct((8, 2), np.float32, sharding=P("x"))}
+    assert problems(source, target) == [("sharding", "a")]
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert ot.restore(source, target)["a"].sharding == NamedSharding(mesh, P("x"))
+        with pytest.raises(ot.RestorePlanError, match=r"\[sharding\] a: .*modle.*not found in mesh: \('x',\)"):
+            ot.restore(source, {"a": jax.ShapeDtypeStruct((8, 2), np.float32, sharding=P("modle"))})
+
+
 MIXED = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Manual))
 MANUAL = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Manual, AxisType.Manual))
 EXPLICIT = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))

@@ -121,8 +121,11 @@ def check(folder: Path, acknowledged: int, tell: Callable[[str], None]) -> None:
     tell("whole")
 
 
-def forked(function: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
-    """Forks a process that tells lines; returns its number and the end of its pipe."""
+def forked(function: Callable[[Callable[[str], None]], None], *, is_kept: bool = False) -> tuple[int, int]:
+    """Forks a process that tells lines; returns its number and the end of its pipe.
+
+    With `is_kept` it stays after an error until it is killed: with process 0 JAX's service ends, and all others do.
+    """
     read, write = os.pipe()
     if process := os.fork():
         os.close(write)
@@ -143,6 +146,8 @@ def forked(function: Callable[[Callable[[str], None]], None]) -> tuple[int, int]
     except BaseException as error:
         kind = "typed" if isinstance(error, ot.errors.CheckpointError) else type(error).__name__
         tell(f"error {kind} {str(error)[:300]}")
+        if is_kept:
+            signal.pause()
     finally:
         os._exit(3)
 
@@ -165,12 +170,12 @@ def run(kill: Kill, folder: Path, seed: int) -> dict[int, Outcome]:
     """Runs a job until all have ended, and returns the outcomes of the survivors."""
     port = free_port()
     began = [
-        forked(lambda tell, process=process: work(process, kill, port, folder, seed, tell))
+        forked(lambda tell, process=process: work(process, kill, port, folder, seed, tell), is_kept=True)
         for process in range(kill.count)
     ]
     pipes = {process: pipe for process, (_, pipe) in enumerate(began)}
     acknowledged = {process: 0 for process in pipes}
-    phase, error, killed = dict.fromkeys(pipes, ""), dict.fromkeys(pipes, ""), 0.0
+    phase, killed = dict.fromkeys(pipes, ""), 0.0
     outcomes: dict[int, Outcome] = {}
     try:
         for process, line in lines(pipes, 300.0):
@@ -188,18 +193,19 @@ def run(kill: Kill, folder: Path, seed: int) -> dict[int, Outcome]:
         assert killed, f"{kill.phase} was not reached"
         limit = _SAVE_LIMIT_SECS if kill.phase in ("save", "begun") else _LIMIT_SECS
         for process, line in lines(pipes, limit):
-            if line is None:
-                _, status = os.waitpid(began[process][0], 0)
-                if process != kill.victim:
-                    ended = error[process] or f"signal {os.WTERMSIG(status)}"
-                    outcomes[process] = Outcome(ended.split()[0], time.monotonic() - killed, ended, phase[process])
-            elif line.startswith("error"):
-                error[process] = line.removeprefix("error ")
-            elif line.startswith("acknowledged"):
+            if line is not None and line.startswith("acknowledged"):
                 acknowledged[process] = int(line.split()[1])
-            else:
+            elif line is not None and not line.startswith("error"):
                 phase[process] = line
-        for process in pipes:
+            elif process != kill.victim and process not in outcomes:
+                if line is None:
+                    ended = f"signal {os.WTERMSIG(os.waitpid(began[process][0], 0)[1])}"
+                else:
+                    ended = line.removeprefix("error ")
+                outcomes[process] = Outcome(ended.split()[0], time.monotonic() - killed, ended, phase[process])
+            if len(outcomes) == kill.count - 1:
+                break
+        for process in pipes.keys() - outcomes.keys() - {kill.victim}:
             outcomes[process] = Outcome("hang", limit, phase[process])
     finally:
         for number, pipe in began:

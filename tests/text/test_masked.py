@@ -31,6 +31,10 @@ PLACES = (
     "{s}://host/a%23@SECRET@",
     "{s}://host/a;token=@SECRET@/b",
     "{s}:/u:@SECRET@@host/a",
+    "{s}:///u:@SECRET@@host/a",
+    "{s}://u: @SECRET@@host/a",
+    "{s}:/u: @SECRET@@host/a",
+    "{s}://bucket?@SECRET@",
 )
 URLS = [
     place.replace("{s}", scheme).replace("@SECRET@", SECRET) for scheme, place in itertools.product(SCHEMES, PLACES)
@@ -43,7 +47,8 @@ _SENT = ("/a%3F", "/a%253F", "/a%23", "/a;")
 def test_paths_and_messages_are_masked(url):
     for text in (masked(url, is_path=True), masked(f"{url}/_METADATA", is_path=True), masked(f"reading {url!r}: no")):
         assert SECRET not in text
-    for error in (ot.errors.CheckpointNotFoundError("no", path=url), ot.errors.CheckpointIOError(f"{url}: failed")):
+    said = repr(url) if " " in url else url  # where a bare URL ends, a blank says
+    for error in (ot.errors.CheckpointNotFoundError("no", path=url), ot.errors.CheckpointIOError(f"{said}: failed")):
         assert SECRET not in str(error) + repr(error) + str(error.path) + error.message
 
 

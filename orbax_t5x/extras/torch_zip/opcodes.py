@@ -266,12 +266,12 @@ class _Machine(PickleStack):
             return
         if not isinstance(called, Name) or called.text not in CALLS:
             raise self._unsafe(f"calls {describe_value(called)}")
+        if type(arguments) is not Tuple:
+            raise self._corrupt(f"its pickle calls {called.text} with {describe_value(arguments)}, which is no tuple")
         try:
-            if type(arguments) is not Tuple:
-                raise TypeError
             made = CALLS[called.text](*arguments)
-        except (TypeError, ValueError):
-            if inside := [one for one in arguments or () if isinstance(one, Opaque)]:
+        except (TypeError, ValueError, OverflowError):
+            if inside := [one for one in arguments if isinstance(one, Opaque)]:
                 self.make(inside[0])
                 return
             if not called.text.startswith(("torch.", "collections.OrderedDict")):

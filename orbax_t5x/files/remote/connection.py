@@ -116,7 +116,8 @@ class Connection:
                 self._server = recorder.transport(self._server, base)
             self.is_bounded = self._server.is_bounded
         except ValueError as error:
-            raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=base) from error
+            # Without its cause, which repeats the URL.
+            raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=base) from None
 
     def url(self, key: str) -> str:
         """Returns the URL of a key."""

@@ -1,6 +1,8 @@
 """The pickle of a PyTorch file: what is data is read as Python's own unpickler reads it, and nothing else is done."""
 
+import contextlib
 import io
+import itertools
 import os
 import pickle
 import random
@@ -10,10 +12,10 @@ import pytest
 
 from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
-from orbax_t5x.extras.torch_zip.values import Name, Opaque, OrderedNode, StorageNode, TensorNode, Tuple
+from orbax_t5x.extras.torch_zip.values import CALLS, Name, Opaque, OrderedNode, StorageNode, TensorNode, Tuple
 from orbax_t5x.files.limits import Limits
 from tests.support.hostile_pickles import hostile_pickle
-from tests.support.torch_files import SavedTensor, call, name, ordered, pickled
+from tests.support.torch_files import Op, SavedTensor, call, name, opcodes, ordered, pickled
 
 PICKLES = 500
 
@@ -55,6 +57,32 @@ VALUES = {
 def test_data_are_read_as_python_reads_them(protocol, write):
     data = write(VALUES, protocol)
     assert plain(parsed(data)) == VALUES == pickle.loads(data)
+
+
+ARGUMENTS = [
+    None,
+    3,
+    -(2**2000),
+    1.5,
+    "text",
+    Op(b"C\x05bytes"),
+    [1],
+    {"a": 1},
+    (),
+    ((),),
+    ([("a", 1)],),
+    SavedTensor("0", "float32", 1, 0, (1,), (1,)),
+]
+
+
+@pytest.mark.parametrize("called", CALLS)
+def test_calls_with_any_arguments_are_read_or_refused(called):
+    module, _, text = called.rpartition(".")
+    tuples = [(), *((one,) for one in ARGUMENTS), *itertools.product(ARGUMENTS, repeat=2)]
+    tuples += [(one,) * count for one in ARGUMENTS for count in range(3, 9)]
+    for given in [*ARGUMENTS, *tuples]:
+        with contextlib.suppress(CheckpointError):
+            assert type(parsed(pickled(Op(opcodes(name(module, text)) + opcodes(given) + b"R")))) in DATA | {complex}
 
 
 def _with_pure_python(value, protocol):
