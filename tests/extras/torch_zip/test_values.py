@@ -114,5 +114,5 @@ def test_a_tensor_of_a_class_of_its_own_is_not_taken_for_its_numbers():
     ],
 )
 def test_arguments_that_do_not_fit(made):
-    with pytest.raises(CorruptCheckpointError, match="arguments|no tuple"):
+    with pytest.raises(CorruptCheckpointError, match=r"arguments|no tuple"):
         parsed(pickled(made))
