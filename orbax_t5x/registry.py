@@ -50,7 +50,7 @@ class Registry(Generic[Entry]):
 
     @functools.cached_property
     def _installed(self) -> Mapping[str, importlib.metadata.EntryPoint]:
-        """Entry points of other packages; taken names are left out with a warning."""
+        """Entry points of other packages; warns of taken names."""
         installed: dict[str, importlib.metadata.EntryPoint] = {}
         for point in importlib.metadata.entry_points(group=self._group) if self._group else ():
             if point.name in self._own or installed.setdefault(point.name, point) != point:

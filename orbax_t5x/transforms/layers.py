@@ -172,7 +172,7 @@ class StackLayers(ByRules):
         return stacks
 
     def _in_block(self, number: int) -> tuple[str, int]:
-        """Returns the new name for a layer's number, and the layer's place in that stack."""
+        """Returns the stack of a layer, and the layer's place there."""
         block = _IN_BLOCK.search(self.into)
         if block is None:
             return self.into, number

@@ -51,7 +51,7 @@ class Migration(Transform):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Migrations:
-    r"""Named list of transforms for model code that changes; it grows at its end.
+    r"""List of named transforms that grows with the model's code.
 
     Pass it as `transforms`. A save records the names and digests, and each name is applied once, in order. A checkpoint
     without a record has the version whose remaining migrations lead to the target, by names and shapes.
@@ -97,7 +97,7 @@ class Migrations:
         return tuple(step.migration_name for step in self.steps)
 
     def since(self, name: str) -> Migrations:
-        """Returns the same list for a checkpoint without a record that has everything up to a name.
+        """Answers for checkpoints without a record: applied up to a name.
 
         A record counts more than this answer.
 

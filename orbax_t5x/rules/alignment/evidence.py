@@ -113,7 +113,7 @@ class Evidence:
         for side, (mine, their) in enumerate(((source, target), (target, source))):
             _, partners = self._around(mine, side)
             depth = max((_shared(one, their) for one in partners), default=0)
-            found += depth / len(their.template)
+            found += depth / max(len(their.template), 1)  # a tree may be one array, without a name
         return found
 
     def _around(self, kind: LeafKind, side: int) -> tuple[Template, list[LeafKind]]:

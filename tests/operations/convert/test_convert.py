@@ -92,7 +92,7 @@ def test_the_report_counts_leaves_and_bytes(tmp_path):
     assert report.bytes == sum(array.nbytes for array in stored.values()) == 4 * 8 * 2 + 8
     assert report.skipped == {"none": ((0, 2), "float32")}
     assert report.destination == str(tmp_path / "out") and report.format == "orbax" and report.seconds > 0
-    assert str(report).startswith(f"2 leaves (72 B) in {tmp_path}/out, in ")
+    assert " ".join(str(report).split()).startswith(f"2 leaves (72 B) in {tmp_path}/out, in ")
     assert str(report).endswith("left out, because Orbax cannot store it:\n  none  float32[0,2]")
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.leaves = 0

@@ -37,11 +37,8 @@ def test_scales_that_are_allowed_to_be_left_over_are_a_warning():
 FLOAT8, INT8 = ml_dtypes.float8_e4m3fn, np.int8
 # What stands beside a quantized weight: its dtype, and by name what is to be done.
 UNKNOWN = [
-    (FLOAT8, {"q.weight_scale_inv": np.ones((1, 1), np.float32)}),
     (FLOAT8, {"q.input_scale": np.float32(2)}),
     (FLOAT8, {"q.comfy_quant": np.zeros(5, np.uint8)}),
-    (INT8, {"q.weight_scale": np.ones((2, 1), np.float32)}),
-    (INT8, {"q.SCB": np.ones(2, np.float32)}),
     (np.uint8, {"q.weight.absmax": np.ones(1, np.float32), "q.weight.quant_map": np.ones(16, np.float32)}),
 ]
 RENAMED = [ot.transforms.Rename([(r"q\.weight", "q/kernel"), (r"q\.(?!weight$)(.*)", r"other/\1")])]
@@ -66,6 +63,22 @@ def test_a_leaf_that_may_multiply_a_kept_weight_has_no_fix_that_leaves_it_out(dt
     assert [one for one in plan.warnings if "1 quantized weight is" in one]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale", "value"),
+    [(FLOAT8, "weight_scale_inv", np.ones((1, 1))), (INT8, "weight_scale", np.ones((2, 1))), (INT8, "SCB", np.ones(2))],
+)
+def test_a_known_scale_is_multiplied_and_never_left_out(dtype, scale, value):
+    stored = checkpoint({"q.weight": np.full((2, 3), 3, dtype), f"q.{scale}": value.astype(np.float32)})
+    found = []
+    for name, rules in (("q.weight", ()), ("q/kernel", RENAMED), ("q.weight", ot.rules.scaled_fp8_to_float32())):
+        with pytest.raises(RestorePlanError) as caught:
+            ot.plan_restore(stored, {name: np.zeros((2, 3), dtype)}, rules)
+        (problem,) = caught.value.problems
+        assert not {"strict", "Drop"} & set(str(problem.fix).replace("(", " ").split())
+        found.append((problem.kind, str(problem.fix.text).startswith("add transforms=[ot.rules.scaled_fp8")))
+    assert found == [("leftover", True), ("leftover", False), ("dtype", False)]
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 1)])
 def test_weight_scale_multiplies_the_weight_or_each_of_its_rows(shape):
     weight = np.arange(6).reshape(2, 3).astype(FLOAT8)
@@ -83,7 +96,9 @@ def test_weight_scale_multiplies_the_weight_or_each_of_its_rows(shape):
 
 def test_a_scale_of_blocks_is_refused_by_its_shape():
     stored = {"q.weight": np.ones((2, 4), FLOAT8), "q.weight_scale": np.ones((2, 2), np.float32)}
-    with pytest.raises(RestorePlanError, match=r"one for each row \(rows, 1\), not an array of shape \(2, 2\)"):
+    with pytest.raises(
+        RestorePlanError, match=r"one for each row \(rows, 1\) or element, not an array of shape \(2, 2\)"
+    ):
         ot.plan_restore(checkpoint(stored), None, ot.rules.scaled_fp8_to_float32())
 
 
