@@ -20,7 +20,7 @@ from etils import epath
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
-from orbax_t5x.handlers.orbax_names import RecordedType
+from orbax_t5x.handlers.orbax_names import RecordedType, registry_making
 from orbax_t5x.handlers.restore.stock import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
 from orbax_t5x.handlers.run_lineage import RestoredHistory, recorded_lineage
 from orbax_t5x.handlers.save import cleanup
@@ -105,7 +105,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         )
         self._use_ocdbt = use_ocdbt
         self._restore_limit = None if restore_concurrent_gb is None else int(restore_concurrent_gb * _GB)
-        self.history = RestoredHistory()
+        self.history = RestoredHistory.of_registry(registry_making(self))
 
     # -- saving
 
@@ -124,7 +124,8 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
                 prepared = self._prepare(directory, args, sums, deferred=False)
                 futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
         except BaseException:
-            self._clean_up(directory)
+            if self._is_primary():
+                cleanup.remove_refused(directory)
             raise
         self.history.note_saved(directory, prepared.lineage, is_given=args.provenance is not None)
         commit = GuardedCommit(futures or (), directory, self._is_primary())

@@ -7,6 +7,7 @@ exports and marks deprecated, and fields of `ParamInfo`; elsewhere Orbax is used
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,18 @@ def registry_of(manager: ocp.CheckpointManager) -> Any:
     """Returns the registry of a manager's handlers."""
     handler: Any = manager._checkpointer.handler
     return handler._handler_registry
+
+
+def registry_making(handler: Any) -> Any:
+    """Returns the registry that is calling a handler's class, or None.
+
+    It makes a handler for each kind of arguments, and has no name for all of them.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_locals.get("self") is handler:
+        frame = frame.f_back
+    maker = frame.f_locals.get("self")
+    return maker if isinstance(maker, ocp.handlers.DefaultCheckpointHandlerRegistry) else None
 
 
 class RecordedType:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,11 @@ class RestoredHistory:
         # By item; None after restores that led to different histories.
         self._led_to: dict[str, records.Lineage | None] = {}
         self._lock = threading.Lock()
+
+    @classmethod
+    def of_registry(cls, registry: Any) -> RestoredHistory:
+        """Returns a registry's only history, or a new history without one."""
+        return cls() if registry is None else _OF_REGISTRIES.setdefault(registry, cls())
 
     def note(self, directory: str | os.PathLike[str], lineage: records.Lineage) -> None:
         """Notes a restore; `directory` is an item's."""
@@ -93,6 +99,10 @@ class RestoredHistory:
         with self._lock:
             for key in [key for key in self._led_to if EVERY_ITEM in (item, key) or key == item]:
                 del self._led_to[key]
+
+
+# A registry that is given a class makes a handler for saves and another for restores.
+_OF_REGISTRIES: weakref.WeakKeyDictionary[Any, RestoredHistory] = weakref.WeakKeyDictionary()
 
 
 def _item_name(directory: str | os.PathLike[str]) -> str:

@@ -32,6 +32,7 @@ _JAX_ARRAY = "jax.Array"
 # gives, and only that handler knows what to restore.
 _STANDARD_TYPES = (_JAX_ARRAY, "np.ndarray", "scalar", "string")
 _PLACEHOLDER = "placeholder"
+_PASS_TARGET = Fix.by_target("pass a target with shardings on the devices here")
 
 
 def read_metadata(directory: epath.Path) -> Mapping[str, Any]:
@@ -51,7 +52,18 @@ def restore_whole(handler: ocp.PyTreeCheckpointHandler, directory: epath.Path, m
     types = value_types(metadata)
     # Values in a msgpack file, and placeholders, have no metadata that Orbax could give.
     if not metadata or (directory / MSGPACK_FILE).exists() or _PLACEHOLDER in types.values():
-        return handler.restore(directory, args=ocp.args.PyTreeRestore())
+        arrays = [name for name, of_type in types.items() if of_type == _JAX_ARRAY]
+        try:
+            return handler.restore(directory, args=ocp.args.PyTreeRestore())
+        except ValueError as error:
+            if not arrays:
+                raise
+            message = (
+                f"without a target Orbax restores it only by a recorded sharding onto devices that are here: {error}"
+            )
+            raise RestorePlanError(
+                [Problem("sharding", name, message, _PASS_TARGET) for name in arrays], path=directory
+            ) from error
     tree = handler.metadata(directory).tree
     problems: list[Problem] = []
 
@@ -83,9 +95,7 @@ def _restore_args(name: str, leaf: Any, value_type: str | None, problems: list[P
             sharding = recorded.to_jax_sharding()
         except ValueError as error:
             message = f"it was saved from devices that are not here: {error}"
-            problems.append(
-                Problem("sharding", name, message, Fix.by_target("pass a target with shardings on the devices here"))
-            )
+            problems.append(Problem("sharding", name, message, _PASS_TARGET))
     return ocp.checkpoint_utils.construct_restore_args(leaf, sharding)
 
 

@@ -1,9 +1,10 @@
 """Removes the files of failed and interrupted saves.
 
 Orbax makes its temporary directories before it calls a handler, and leaves them when the handler fails, so that a full
-disk stays full. Here a failed save removes what it wrote at once, and its directories too, unless Orbax may still write
-metadata into them in the background. Those stay, empty, until the next save of that step replaces them or the process
-exits; an interrupted save is removed at exit as well. Only directories that Orbax has marked as unfinished are touched.
+disk stays full. Here a failed save removes what it wrote at once, and its directories too: those of a refused save once
+Orbax has written, in the background, the only metadata that are for them. Where it may write more, because a save
+failed later, they stay, empty, until the next save of that step replaces them or the process exits; an interrupted save
+is removed at exit as well. Only directories that Orbax has marked as unfinished are touched.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,9 @@ _STEP_FILES = frozenset({STEP_METADATA_FILE, "orbax.checkpoint"})
 _COMMIT_TIME = "commit_timestamp_nsecs"
 # Orbax makes directories in the background, in milliseconds; after this long they are not coming.
 _CREATION_TIMEOUT_SECS = 20
+# It writes metadata into them in the background, right after; a directory whose metadata are later stays.
+_METADATA_TIMEOUT_SECS = 2.0
+_POLL_SECS = 0.002
 
 # Saves that have begun and not succeeded, by directory.
 _unfinished: dict[str, _UnfinishedSave] = {}
@@ -93,6 +98,19 @@ def remove_failed_once_made(directory: Any) -> None:
     # One that never began, because no directory came, would complain when it is collected.
     with contextlib.suppress(ValueError):
         coroutine.close()
+
+
+def remove_refused(directory: Any) -> None:
+    """Removes the directories of a save of which nothing is written."""
+    remove_failed_once_made(directory)
+    path = Path(os.fspath(directory))
+    end = time.monotonic() + _METADATA_TIMEOUT_SECS
+    # Orbax's own error, for a directory that is gone when it writes, would be raised by the next save.
+    while path.is_dir() and time.monotonic() < end:
+        if any((folder / STEP_METADATA_FILE).exists() for folder in (path, path.parent)):
+            _remove(directory, with_directories=True)
+            return
+        time.sleep(_POLL_SECS)
 
 
 def remove_failed(directory: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import orbax.checkpoint.experimental.v1 as v1
 
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.handlers.v1.orbax_v1_names import active_context, calls_handlers
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import AnySource
@@ -73,6 +75,11 @@ def _keywords(state: AbstractTrainState) -> tuple[tuple[str, Any], ...]:
 
 
 def _flatten(state: AbstractTrainState) -> tuple[Iterable[tuple[Any, Any]], tuple[tuple[str, Any], ...]]:
+    # Orbax flattens what it loads into, and then says only that it is no flat dictionary.
+    if not calls_handlers(active_context()):
+        what = "Orbax loads this checkpoint layout without handlers, and an AbstractTrainState is loaded by ours"
+        fix = Fix.in_program("call ot.v1.load_and_transform(path, target, transforms)")
+        raise RestorePlanError([Problem("target", None, what, fix)])
     return ((_KEY, state.target),), _keywords(state)
 
 

@@ -119,3 +119,8 @@ def writes_directories(context: v1.Context) -> bool:
     Otherwise arrays are keys in an OCDBT database.
     """
     return not context.array.saving.use_ocdbt
+
+
+def calls_handlers(context: v1.Context) -> bool:
+    """Tests if Orbax loads by handlers; its own reader of safetensors does not."""
+    return v1.options.CheckpointLayout(context.checkpoint_layout) is not v1.options.CheckpointLayout.SAFETENSORS

@@ -73,3 +73,18 @@ def test_items_of_early_versions_are_restored_as_by_orbax(tmp_path, goldens, nam
     expected = restore(item, ocp.PyTreeCheckpointHandler(), ocp.args.PyTreeRestore())
     for args in (None, ot.args.TrainStateRestore()):
         assert_equal(restore(item, ot.TrainStateHandler(), args), expected)
+
+
+def test_arrays_beside_values_without_a_sharding_are_a_problem(tmp_path, goldens):
+    """Orbax 0.4 wrote arrays of JAX beside a msgpack file, without the file of shardings."""
+    item = shutil.copytree(goldens / "orbax_aggregate" / "aggregate_some.checkpoint", tmp_path / "item")
+    text = (item / "_METADATA").read_text()
+    array, stored = '"value_type": "np.ndarray"', '"skip_deserialize": false'
+    (item / "_METADATA").write_text(text.replace(f"{array}, {stored}", f'"value_type": "jax.Array", {stored}'))
+    with pytest.raises(ot.RestorePlanError) as raised:
+        ocp.Checkpointer(ot.TrainStateHandler()).restore(item)
+    assert [(problem.kind, problem.leaf) for problem in raised.value.problems] == [("sharding", "a"), ("sharding", "b")]
+    assert "pass a target" in str(raised.value)
+    plain = ot.restore(item, None)
+    restored = ocp.Checkpointer(ot.TrainStateHandler()).restore(item, args=ot.args.TrainStateRestore(plain))
+    np.testing.assert_array_equal(restored["a"], plain["a"])

@@ -2,15 +2,22 @@
 
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 import orbax_t5x as ot
 
 
-def test_a_registry_that_is_given_the_class(tmp_path):
+class Subclass(ot.TrainStateHandler):
+    def __init__(self):
+        super().__init__(use_ocdbt=False)
+
+
+@pytest.mark.parametrize("handler", [ot.TrainStateHandler, Subclass])
+def test_a_registry_that_is_given_the_class(tmp_path, handler):
     """Orbax then makes a handler for each kind of arguments: what one recorded, the other must know."""
     made = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    made.add(None, ot.args.TrainStateSave, ot.TrainStateHandler)
-    made.add(None, ot.args.TrainStateRestore, ot.TrainStateHandler)
+    made.add(None, ot.args.TrainStateSave, handler)
+    made.add(None, ot.args.TrainStateRestore, handler)
     rename = ot.transforms.Rename([("a", "b")])
     with ocp.CheckpointManager(tmp_path, handler_registry=made) as manager:
         manager.save(0, args=ot.args.TrainStateSave({"a": np.ones(2)}, provenance=()))

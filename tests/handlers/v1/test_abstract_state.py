@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 import orbax_t5x as ot
@@ -63,3 +64,17 @@ def test_only_parameters_are_loaded_from_a_training_state(tmp_path):
         ocp.save(tmp_path / "1", state)
         inference = ocp.load(tmp_path / "1", ot.v1.AbstractTrainState(sharded(inference_state())))
     assert_same(inference.params, state.params)
+
+
+@pytest.mark.parametrize("load", [ocp.load, lambda path, state: ocp.load_checkpointables(path, {"state": state})])
+def test_a_layout_without_handlers_says_what_to_call(tmp_path, load):
+    safetensors.numpy.save_file({"x": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    target = {"y": np.zeros(2, np.float32)}
+    rename = ot.transforms.Rename([("x", "y")])
+    state = ot.v1.AbstractTrainState(target, rename)
+    context = ot.v1.context()
+    context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
+    with context:
+        with pytest.raises(ot.RestorePlanError, match=r"call ot\.v1\.load_and_transform"):
+            load(tmp_path, state)
+        np.testing.assert_array_equal(ot.v1.load_and_transform(tmp_path, target, rename)["y"], 1)
