@@ -69,6 +69,7 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path):
         (["inspct", "a"], "did you mean 'inspect'?"),
         (["convert", "a", "b", "--format", "safetensor"], "did you mean 'safetensors'?"),
         (["convert", "a", "b", "--overwite"], "unrecognized arguments: --overwite; did you mean '--overwrite'?"),
+        (["diff", "a", "b", "--atoll=1e-6"], "did you mean '--atol'?"),
         (["inspect", "a", "--jsn=3"], "did you mean '--json'?"),
         (["convert", "a", "b", "--dtype", "bf16"], "--dtype 'bf16' names no dtype; did you mean 'bfloat16'?"),
     ],

@@ -74,6 +74,11 @@ def test_what_follows_no_order_stays_apart():
     assert [row.texts for row in fold(rows)] == rows
 
 
+def test_equal_rows_stay_apart():
+    rows = [(f"layers_{i}/k",) for i in (0, 1, 1, 2)]
+    assert [row.texts for row in fold(rows)] == rows
+
+
 def test_only_alike_rows_fold():
     names = [(f"layers_{i}/k",) for i in range(4)]
     assert [row.texts[0] for row in fold(names, ["a", "b", "a", "b"])] == ["layers_{0,2}/k", "layers_{1,3}/k"]

@@ -9,6 +9,8 @@ def test_width_without_a_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: (_ for _ in ()).throw(OSError()))
     assert terminal_width() == 120
+    monkeypatch.setenv("COLUMNS", "10")
+    assert terminal_width() == 40
 
 
 def test_no_line_of_names_with_parts_is_wider_than_the_terminal():

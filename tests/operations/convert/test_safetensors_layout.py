@@ -5,12 +5,12 @@ import json
 import numpy as np
 import safetensors
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.operations.convert import safetensors_layout
-from orbax_t5x.operations.convert.safetensors_layout import Tensor, plan_files
+from orbax_t5x.operations.convert.safetensors_layout import Tensor, create, is_prepared, plan_files, unsupported_reason
 from tests.support.conversions import names_in
 from tests.support.memory_checkpoint import checkpoint
 
@@ -42,6 +42,7 @@ def test_a_large_model_is_several_files_and_an_index(tmp_path, monkeypatch):
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 100))
+@example([25, 25], 100)
 def test_no_file_is_larger_than_the_bound_but_for_a_single_tensor(sizes, bound):
     tensors = [Tensor(f"t{i}", (size,), np.dtype(np.int16)) for i, size in enumerate(sizes)]
     files = plan_files(tensors, bound)
@@ -53,3 +54,36 @@ def test_no_file_is_larger_than_the_bound_but_for_a_single_tensor(sizes, bound):
             first = min(following.starts)
             assert data + 2 * sizes[int(first[1:])] > bound
     assert len({file.name for file in files}) == len(files)
+
+
+@given(
+    st.dictionaries(
+        st.text("abc/\u00e9", max_size=4), st.sampled_from(("float64", "float32", "int16", "bool")), min_size=1
+    )
+)
+def test_a_file_is_laid_out_as_by_the_library(dtypes):
+    arrays = {name: np.zeros(len(name) + 1, dtype) for name, dtype in dtypes.items()}
+    (file,) = plan_files([Tensor(name, array.shape, array.dtype) for name, array in arrays.items()])
+    assert header_of(file.head) == header_of(safetensors.numpy.save(arrays, {"format": "pt"}))
+    assert all(start % arrays[name].dtype.itemsize == 0 for name, start in file.starts.items())
+
+
+def header_of(data):
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def test_only_a_whole_file_of_its_own_is_prepared(tmp_path):
+    (file,) = plan_files([Tensor("a", (3,), np.dtype(np.float32))])
+    made = create(file, tmp_path)
+    assert is_prepared(file, made)
+    (tmp_path / "link").symlink_to(made)
+    assert not is_prepared(file, tmp_path / "link") and not is_prepared(file, tmp_path / "missing")
+    made.write_bytes(made.read_bytes()[:-1])
+    assert not is_prepared(file, made)
+
+
+def test_names_and_dtypes_that_a_file_cannot_hold():
+    assert unsupported_reason("a\ud800", np.dtype(np.float32)) == "has a name that is no Unicode text"
+    assert unsupported_reason("__metadata__", np.dtype(np.float32)) is not None
+    assert unsupported_reason("a", np.dtype(object)) == "holds text"
+    assert unsupported_reason("\u00e9", np.dtype(np.float32)) is None
