@@ -8,13 +8,15 @@ the caller named, may be a symlink to anywhere.
 
 from __future__ import annotations
 
+import abc
+import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
-from orbax_t5x.files.response_clock import ResponseClock
 
 
 class ReadAhead(Protocol):
@@ -123,24 +125,38 @@ class StoredFile(FilePlace, Protocol):
         ...
 
 
-class Snapshot(Protocol):
-    """Record of files at the opening, for later checks.
+class Snapshot(abc.ABC):
+    """Record of files at the opening, compared once in each execution.
 
     Attributes:
-      clock: of the remote store that holds them; None for local files, which TensorStore reads by itself.
+      is_remote: whether they are in a remote store; local files TensorStore reads by itself.
+      is_near: whether that store answers at once.
       is_for_all: whether this process compares them for all processes of its job, also if it reads nothing of them.
     """
 
-    clock: ResponseClock | None
-    is_for_all: bool
+    is_remote = False
+    is_near = False
+    is_for_all = False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._checked_in: weakref.ref[object] | None = None
 
     def was_checked(self, execution: object) -> bool:
         """Reports whether `check_unchanged` has been called in this execution."""
-        ...
+        checked = self._checked_in
+        return checked is not None and checked() is execution
 
     def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
-        """Stats the files once in each execution; blocks."""
-        ...
+        """Compares the files once in each execution; blocks."""
+        with self._lock:
+            if not self.was_checked(execution):
+                self._compare(leaf)
+                self._checked_in = weakref.ref(execution)
+
+    @abc.abstractmethod
+    def _compare(self, leaf: str | None) -> None:
+        """Compares the files with those at the opening."""
 
 
 class ArrayDirectory(NamedTuple):

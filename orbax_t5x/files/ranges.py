@@ -9,6 +9,10 @@ from typing import NamedTuple, Protocol
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
 
+# Requests under way at a time. TensorStore's own limit of 32 makes a checkpoint of hundreds of small arrays wait for
+# ten round trips where two would do; servers take hundreds.
+REQUESTS_AT_ONCE = 128
+
 
 class BoundedRange(NamedTuple):
     """Range of the bytes of a file or a value.

@@ -249,13 +249,13 @@ class RecordedTree(TreeSnapshot):
             nbytes += sum([one[1] for one in described])
         return _Seen(digest.hexdigest(), files, nbytes, sizes.hexdigest())
 
-    def _compare(self, found: Any, leaf: str | None) -> None:
+    def _compare(self, leaf: str | None) -> None:
         if self._viewpoint is None:
-            super()._compare(found, leaf)
+            super()._compare(leaf)
             return
-        here, there = cast("_Seen", found), cast("_Seen", self._seen)
+        here, there = self._look(leaf), self._seen
         if here[1:] != there[1:]:
             described = (f"{seen.files} files of {seen.nbytes} bytes" for seen in (here, there))
             message, fix = self._viewpoint.difference("what is stored there", *described)
             raise CheckpointGoneError(message, path=self._path, leaf=leaf, fix=fix)
-        self._seen, self._viewpoint = found, None
+        self._seen, self._viewpoint = here, None

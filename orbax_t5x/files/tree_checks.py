@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
@@ -78,36 +76,19 @@ class TreeSnapshot(Snapshot):
     reads, is not noticed here. Kept is one digest, however many files there are.
     """
 
-    is_for_all = False
-
     def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):
         """Stats files and directories by names."""
-        self.clock = None
+        super().__init__()
         self._root = root
         self._names = tuple(names)
-        self._lock = threading.Lock()
-        self._checked_in: weakref.ref[object] | None = None
         self._seen = self._first_look(leaf)
 
     @property
     def _path(self) -> str:
         return self._root.join(self._names[0]) if self._names[0] else self._root.path
 
-    def was_checked(self, execution: object) -> bool:
-        checked = self._checked_in
-        return checked is not None and checked() is execution
-
-    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
-        """Stats the files once in each execution, and compares; blocks."""
-        with self._lock:
-            if self.was_checked(execution):
-                return
-            self._compare(self._look(leaf), leaf)
-            self._checked_in = weakref.ref(execution)
-
-    def _compare(self, found: object, leaf: str | None) -> None:
-        """Compares the files with those seen at first."""
-        if found != self._seen:
+    def _compare(self, leaf: str | None) -> None:
+        if self._look(leaf) != self._seen:
             raise CheckpointGoneError("changed after the checkpoint was opened", path=self._path, leaf=leaf)
 
     def _first_look(self, leaf: str | None) -> object:

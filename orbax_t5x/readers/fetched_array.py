@@ -24,8 +24,7 @@ from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import Named
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.ranges import BoundedRange, ReadContext, RequestGroup
-from orbax_t5x.files.request_settings import REQUESTS_AT_ONCE
+from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange, ReadContext, RequestGroup
 from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.chunk_grid import ArrayLayout, requests_by_chunk

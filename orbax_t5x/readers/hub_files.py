@@ -6,10 +6,9 @@ They are a model's configuration, the index of a model in several files, and poi
 from __future__ import annotations
 
 import abc
-import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from orbax_t5x.errors import (
@@ -25,7 +24,6 @@ from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.leaves import close_all
 
 _CONFIG = "config.json"
 # How the Hugging Face trainer names its steps.
@@ -101,7 +99,6 @@ class ModelFiles(abc.ABC):
     def __init__(self, root: Files, limits: Limits):
         self._root = root
         self._limits = limits
-        self._closers: list[Callable[[], None]] = []
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
@@ -143,7 +140,7 @@ class ModelFiles(abc.ABC):
             leaves=self._leaves,
             empties=self._empties,
             metadata=self._metadata,
-            close=functools.partial(close_all, (self._root.close, *self._closers)),
+            close=self._root.close,
             index_bytes=self._bytes,
         )
 

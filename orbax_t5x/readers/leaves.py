@@ -1,4 +1,4 @@
-"""Leaves without bytes of their own, and the flag of a checkpoint.
+"""Leaves without bytes of their own.
 
 A broken leaf is listed, and using it raises its error: a checkpoint with one damaged entry still opens, its other
 leaves are restored, and the damaged one is never dropped in silence. An empty leaf has only shape and dtype: Orbax
@@ -7,42 +7,14 @@ stores no such arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_t5x.errors import CheckpointError, error_at, for_caller
+from orbax_t5x.errors import CheckpointError, error_at
 from orbax_t5x.files.limits import charge_metadata
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
-
-
-class OpenFlag:
-    """State of a checkpoint, open or closed.
-
-    Its leaves share it, so that closing reaches them all.
-    """
-
-    __slots__ = ("closed",)
-
-    def __init__(self) -> None:
-        self.closed = False
-
-    def close(self) -> None:
-        """Makes every later read a ValueError."""
-        self.closed: bool = True
-
-    def check(self, path: str, leaf: str) -> None:
-        """Raises ValueError after `close`."""
-        if self.closed:
-            raise for_caller(ValueError(f"{path}: leaf {leaf!r}: the checkpoint is closed"))
-
-
-def close_all(closers: Iterable[Callable[[], None]]) -> None:
-    """Calls the actions that close parts of a checkpoint."""
-    for close in closers:
-        close()
-
 
 # Memory of an error and its leaf.
 _ERROR_BYTES = 2048

@@ -21,7 +21,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
-from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import Box, intersect, slices_within
@@ -30,7 +30,6 @@ from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.chunk_grid import ArrayLayout, chunk_boxes
 from orbax_t5x.readers.fetched_array import SHARD_ENTRY_BYTES, FetchedArray, Sharding, most_encoded
-from orbax_t5x.readers.leaves import OpenFlag
 from orbax_t5x.readers.ocdbt_values import OcdbtValues, ValueLocation
 from orbax_t5x.readers.ranges.scatter import as_stored
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
@@ -205,8 +204,8 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
 
     __slots__ = ("_small",)
 
-    def __init__(self, name: str, path: str, small: SmallArray, flag: OpenFlag, **options: Any):
-        super().__init__(name, path, small.kind.layout, small.open, flag, **options)
+    def __init__(self, name: str, path: str, small: SmallArray, root: Files, **options: Any):
+        super().__init__(name, path, small.kind.layout, small.open, root, **options)
         self._small = small
 
     @property
@@ -218,7 +217,7 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
         await run_in_pool(pool, self.read_blocking, requests, stats)
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        self._open.check(self.path, self.name)
+        self._root.require_open()
         self.raise_error()
         if not self._files.was_checked(stats.execution):
             self._files.check_unchanged(stats.execution, leaf=self.name)

@@ -11,11 +11,11 @@ import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32C
+from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
-from orbax_t5x.readers.leaves import OpenFlag
 
 
 class StringLeaf(Leaf):
@@ -24,10 +24,15 @@ class StringLeaf(Leaf):
     It is a rank-0 array of dtype object with `bytes` as its element.
     """
 
-    __slots__ = ("_open", "_sums", "_value", "chunks", "dtype", "name", "path", "shape")
+    __slots__ = ("_place", "_sums", "_value", "chunks", "dtype", "name", "path", "shape")
 
     def __init__(
-        self, name: str, path: str, value: bytes, flag: OpenFlag, sums: BoxSums | CheckpointError | None = None
+        self,
+        name: str,
+        path: str,
+        value: bytes,
+        place: Files | StoredFile,
+        sums: BoxSums | CheckpointError | None = None,
     ):
         self.name: str = name
         self.path: str = path
@@ -36,7 +41,7 @@ class StringLeaf(Leaf):
         self.chunks: tuple[int, ...] | None = None
         self._sums = sums
         self._value = value
-        self._open = flag
+        self._place = place
 
     @property
     def checksums(self) -> Checksums | None:
@@ -48,7 +53,7 @@ class StringLeaf(Leaf):
         return 0
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        self._open.check(self.path, self.name)
+        self._place.require_open()
         for _, out in requests:
             out[...] = self._value
 

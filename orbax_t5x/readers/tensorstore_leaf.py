@@ -22,7 +22,7 @@ import tensorstore as ts
 
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
-from orbax_t5x.files.interface import Snapshot
+from orbax_t5x.files.interface import Files, Snapshot
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.memory import UNCHECKED_BYTES, empty_array, naming_memory_errors, require_memory
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices
@@ -31,7 +31,6 @@ from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare_box_sums, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import ArrayLayout, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray
-from orbax_t5x.readers.leaves import OpenFlag
 from orbax_t5x.readers.stored_chunks import ChunkKeys, StoredChunks
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
@@ -57,7 +56,7 @@ class TensorStoreLeaf(Leaf):
         "_array",
         "_chunk_bytes",
         "_files",
-        "_open",
+        "_root",
         "_stored",
         "_sums",
         "chunks",
@@ -77,7 +76,7 @@ class TensorStoreLeaf(Leaf):
         path: str,
         layout: ArrayLayout,
         array: ts.TensorStore | FetchedArray | Callable[[], ts.TensorStore | FetchedArray],
-        flag: OpenFlag,
+        root: Files,
         *,
         prng_impl: str | None = None,
         sums: BoxSums | CheckpointError | None = None,
@@ -108,13 +107,13 @@ class TensorStoreLeaf(Leaf):
         self.prng_impl: str | None = prng_impl
         self._sums: BoxSums | CheckpointError | None = None if sums is None else self._usable(sums)
         self._array: ts.TensorStore | FetchedArray | Callable[[], ts.TensorStore | FetchedArray] = array
-        self._open = flag
+        self._root = root
         self._files = files
         self._stored: StoredChunks | None = None
         if absent_is_fill:
             grid = tuple([-(-size // cell) for size, cell in zip(self.shape, shard, strict=True)])
             self._stored = StoredChunks(shard, grid, limits.chunks)
-        self.is_remote: bool = files.clock is not None
+        self.is_remote: bool = files.is_remote
 
     @property
     def checksums(self) -> Checksums | None:
@@ -152,7 +151,7 @@ class TensorStoreLeaf(Leaf):
         )
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        self._open.check(self.path, self.name)
+        self._root.require_open()
         self.raise_error()
         if self._files.was_checked(stats.execution):
             await self._read(requests, stats)
@@ -246,8 +245,7 @@ class TensorStoreLeaf(Leaf):
                 require_memory(decoded_bytes, f"decoding a chunk of shape {chunks}")
         array = self._opened()
         if isinstance(array, FetchedArray):
-            is_near = self._files.clock is not None and self._files.clock.is_near
-            absent = await array.read(requests, self.name, decoding, is_near=is_near)
+            absent = await array.read(requests, self.name, decoding, is_near=self._files.is_near)
             stats.count(0, fill_chunks=absent)
             return
         count = 1 if chunks == self.shape else count_chunks([box for box, _ in requests], chunks)

@@ -13,7 +13,7 @@ from orbax_t5x.extras.torch_zip.values import WITHOUT_NUMPY, Name, Node, Opaque,
 from orbax_t5x.files.limits import Limits, charge_metadata
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf
-from orbax_t5x.readers.leaves import BrokenLeaf, OpenFlag
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.strided import has_overlaps, last_element
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.zip_leaf import ZipLeaf
@@ -27,12 +27,11 @@ _LEAF_BYTES = 256
 class LeafMaker:
     """Maker of a file's leaves."""
 
-    def __init__(self, archive: Archive, storages: str, *, swap: bool, limits: Limits, flag: OpenFlag):
+    def __init__(self, archive: Archive, storages: str, *, swap: bool, limits: Limits):
         self._archive = archive
         self._storages = storages
         self._swap = swap
         self._limits = limits
-        self._flag = flag
         # By the identity of the text, which is held: a pickle names one object any number of times.
         self._texts: dict[int, tuple[str | bytes, bytes]] = {}
 
@@ -58,7 +57,7 @@ class LeafMaker:
         if isinstance(node, Name):
             node = node.text
         if isinstance(node, (str, bytes)):
-            return StringLeaf(name, file.path, self._bytes_of(node), self._flag)
+            return StringLeaf(name, file.path, self._bytes_of(node), file)
         if isinstance(node, (bool, int, float, complex)):
             return NumberLeaf(name, file, _pickled_number(node))
         raise UnsupportedCheckpointError("it is a storage without a tensor, which has no shape")

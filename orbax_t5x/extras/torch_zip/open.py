@@ -16,13 +16,12 @@ from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fi
 from orbax_t5x.extras.torch_zip.leaves import LeafMaker
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
 from orbax_t5x.extras.torch_zip.sequential import SequentialFile, is_sequential
-from orbax_t5x.files.interface import Files, StoredFile
+from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, parts_of, trainer_step
-from orbax_t5x.readers.leaves import OpenFlag
 from orbax_t5x.readers.zip_members import Archive
 
 INDEX_SUFFIX = ".bin.index.json"
@@ -63,11 +62,6 @@ class _TorchFiles(ModelFiles):
     format = "torch"
     suffix = ".bin"
 
-    def __init__(self, root: Files, limits: Limits):
-        super().__init__(root, limits)
-        self._flag = OpenFlag()
-        self._closers.append(self._flag.close)
-
     def add_file(self, name: str) -> None:
         file = self._root.file(name)
         if is_sequential(file):
@@ -81,7 +75,7 @@ class _TorchFiles(ModelFiles):
             storages, swap = top + _STORAGES, _is_swapped(archive, top)
             pickle = archive.read(top + _PICKLE, self._limits.index_bytes, "Limits.index_bytes")
             tree = parse_pickle(pickle, file.path, file.size, self._limits)
-        maker = LeafMaker(archive, storages, swap=swap, limits=self._limits, flag=self._flag)
+        maker = LeafMaker(archive, storages, swap=swap, limits=self._limits)
         self._bytes += archive.index_bytes
         self._metadata["files"].append(name)
         nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file, self._limits)

@@ -14,7 +14,7 @@ from orbax_t5x.extras.web.hub_commit import Commit, find_commit
 from orbax_t5x.extras.web.hub_ranges import HubFiles
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import shared_path
-from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.remote.transport import ResponseClock
 
 _logger = logging.getLogger(__name__)
 _COMMIT_HASH = re.compile(r"[0-9a-f]{40}", re.ASCII)

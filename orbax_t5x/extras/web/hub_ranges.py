@@ -30,9 +30,7 @@ from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.files.places import answered
 from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.request_errors import is_ignored_range, remote_error
-from orbax_t5x.files.remote.transport import PendingResponse, Response
-from orbax_t5x.files.remote.versions import NO_VERSION
-from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.remote.transport import NO_VERSION, PendingResponse, Response, ResponseClock
 
 _REFUSED = (400, 401, 403, 404, 410)
 

@@ -15,7 +15,7 @@ from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import WebResponse
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.remote.transport import ResponseClock
 
 _Result = TypeVar("_Result")
 

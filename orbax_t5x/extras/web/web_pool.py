@@ -19,7 +19,7 @@ import urllib3
 import urllib3.connection
 
 from orbax_t5x.extras.web.web_response import BoundedResponse
-from orbax_t5x.files.request_settings import REQUESTS_AT_ONCE
+from orbax_t5x.files.ranges import REQUESTS_AT_ONCE
 
 # As for TensorStore; beside it the environment variables of OpenSSL hold.
 _CA_BUNDLE = "TENSORSTORE_CA_BUNDLE"

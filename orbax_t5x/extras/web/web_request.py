@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable
 
 from orbax_t5x.extras.web.web_response import PassingError
-from orbax_t5x.files.remote.transport import Response
-from orbax_t5x.files.request_settings import FIRST_DELAY_SECS, LONGEST_DELAY_SECS, MAX_RETRIES, REQUESTS_AT_ONCE
-from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.ranges import REQUESTS_AT_ONCE
+from orbax_t5x.files.remote.transport import FIRST_DELAY_SECS, LONGEST_DELAY_SECS, MAX_RETRIES, Response, ResponseClock
 
 
 class WebRequest:

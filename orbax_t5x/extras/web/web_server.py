@@ -27,7 +27,7 @@ from orbax_t5x.extras.web.web_pool import EXCHANGE, Exchange, find_route
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import PassingError, WebResponse
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.remote.transport import ResponseClock
 
 _Result = TypeVar("_Result")
 

@@ -12,16 +12,29 @@ from typing import Any, cast
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.transport import PendingResponse, Response
-from orbax_t5x.files.remote.versions import Version
-from orbax_t5x.files.request_settings import REQUEST_SETTINGS
+from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
+from orbax_t5x.files.remote.transport import (
+    FIRST_DELAY_SECS,
+    LONGEST_DELAY_SECS,
+    MAX_RETRIES,
+    PendingResponse,
+    Response,
+    Version,
+)
 from orbax_t5x.files.schemes import Scheme, lower_scheme, split_url
 
 # Server of a bucket of Amazon's protocol; TensorStore requires a region then, and any will do.
 _S3_ENDPOINT = "AWS_ENDPOINT_URL"
 _S3_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ANY_REGION = "us-east-1"
+# TensorStore's own waits between retries begin at one second and grow to half a minute, for half an hour: short
+# outages would cost a full initial delay, and long ones would be waited for far too long.
+_RETRIES = {"max_retries": MAX_RETRIES, "initial_delay": f"{FIRST_DELAY_SECS}s", "max_delay": f"{LONGEST_DELAY_SECS}s"}
+_SETTINGS = {
+    f"{driver}_{name}": value
+    for driver in ("s3", "gcs")
+    for name, value in (("request_concurrency", {"limit": REQUESTS_AT_ONCE}), ("request_retries", _RETRIES))
+}
 # Values that mean no generation: of a store without one, and of an emulator of Google's that sends it for stats and
 # not for reads.
 _NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
@@ -87,7 +100,7 @@ def open_kvstore(base: str) -> ts.KvStore:
     if scheme == "s3" and (endpoint := os.environ.get(_S3_ENDPOINT)):
         region = next((found for name in _S3_REGIONS if (found := os.environ.get(name))), _ANY_REGION)
         spec |= {"endpoint": endpoint, "aws_region": region}
-    return ts.KvStore.open(spec, context=ts.Context(REQUEST_SETTINGS)).result()
+    return ts.KvStore.open(spec, context=ts.Context(_SETTINGS)).result()
 
 
 def _open_bucket(base: str, clock: object) -> Bucket:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -24,20 +24,17 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.places import current_opening, current_recorder
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange, ReadContext
-from orbax_t5x.files.remote.request_errors import is_beyond_end, is_no_file, remote_error
-from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, Transport
-from orbax_t5x.files.remote.versions import Version
-from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.remote.request_errors import BeyondEndError, is_no_file, remote_error
+from orbax_t5x.files.remote.transport import (
+    ListedTransport,
+    PendingResponse,
+    Response,
+    ResponseClock,
+    Transport,
+    Version,
+)
 from orbax_t5x.files.schemes import Scheme, scheme_of
 from orbax_t5x.files.transcript import Transcript
-
-_Result = TypeVar("_Result")
-
-
-class FileStat(NamedTuple):
-    """Result of a request without bytes for a file."""
-
-    version: Version
 
 
 class PendingRead(NamedTuple):
@@ -50,6 +47,8 @@ class PendingRead(NamedTuple):
 
 # Below this a file is read whole without finding out its size; nearly all metadata are.
 _SMALL_BYTES = 1 << 20
+_BEYOND_SMALL = BoundedRange.between(_SMALL_BYTES, _SMALL_BYTES + 1)
+_MEASURING = "measuring it"
 # Requested before it is needed, by all threads that read: enough to hide a wait of 50 ms at 10 Gbit/s.
 _AHEAD_BYTES = 64 << 20
 
@@ -100,7 +99,7 @@ class Connection:
         self.clock = ResponseClock(timeout)
         self.ahead = ReadAheadBudget(_AHEAD_BYTES)
         self.refused: dict[str, ValueError] = {}
-        self._stats: dict[str, FileStat | None] = {}
+        self._stats: dict[str, Version | None] = {}
         self._lists: dict[str, list[str]] = {}
         self._listed: dict[str, frozenset[str]] = {}
         self._wholes: dict[str, Response] = {}
@@ -129,8 +128,21 @@ class Connection:
         """Requests bytes of a file, like `Transport.read`."""
         return PendingRead(key, self._server.read(key, wanted, is_awaited=is_awaited), time.monotonic())
 
-    def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Response | None:
-        """Waits for the response to a request."""
+    def end(
+        self, request: PendingRead, doing: str, *, leaf: str | None = None, is_known: bool = False
+    ) -> Response | None:
+        """Waits for the response to a request.
+
+        Args:
+          request: that was sent.
+          doing: for errors.
+          leaf: for errors.
+          is_known: whether the file exists; of others a refusal means that there is none.
+
+        Raises:
+          BeyondEndError: the file ends before the range.
+          CheckpointError: the request failed.
+        """
         path = self.url(request.key)
         while (left := self.clock.seconds_left(request.begun)) > 0:
             try:
@@ -143,34 +155,38 @@ class Connection:
                 self.clock.note()
                 self.close_idle()
                 raise error_at(error, path=path, leaf=leaf) from None
-            except ValueError:
+            except ValueError as error:
                 self.clock.note()
-                raise
+                if is_known or not is_no_file(error):
+                    raise remote_error(error, doing, path=path, leaf=leaf) from error
+                self.refused[request.key] = error
+                return None
             self.clock.note(request.begun)
             return response
         request.future.cancel()
         self.close_idle()
         raise CheckpointIOError(f"{doing}: {self.clock.timeout_text()}", path=path, leaf=leaf)
 
-    # -- several at once
+    def read(self, key: str, wanted: BoundedRange, context: ReadContext) -> bytes | None:
+        """Reads bytes of a file, or returns None."""
+        request = self.begin(key, wanted, is_awaited=True)
+        with nullcontext() if context.group is None else context.group.holding(request.future):
+            answer = self.end(request, "reading it", leaf=context.leaf, is_known=True)
+        return None if answer is None else answer.data
 
-    def stat(self, keys: Iterable[str]) -> list[FileStat | None]:
-        """Stats the keys in a batch, each once in an opening."""
+    # -- several at once, each once in an opening
+
+    def stat(self, keys: Iterable[str]) -> list[Version | None]:
+        """Returns the versions of keys, None for missing files."""
         keys = list(keys)
         new = [key for key in dict.fromkeys(keys) if key not in self._stats]
         self._stats.update(zip(new, self.stat_again(new), strict=True))
         return [self._stats[key] for key in keys]
 
-    def _end_stat(self, request: PendingRead) -> FileStat | None:
-        try:
-            answer = self.end(request, doing="reading its status")
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            if self._is_no_file(request.key, error):
-                return None
-            raise remote_error(error, "reading its status", path=self.url(request.key)) from error
-        return None if answer is None else FileStat(answer.version)
+    def stat_again(self, keys: Sequence[str]) -> list[Version | None]:
+        """Stats like `stat`, with new requests."""
+        answers = self._end_all([self.begin(key, NO_BYTES) for key in keys], "reading its status")
+        return [answer and answer.version for answer in answers]
 
     def has_file(self, key: str) -> bool:
         """Tests if a key is a file."""
@@ -179,39 +195,27 @@ class Connection:
                 return key[len(directory) + 1 if directory else 0 :] in names
         return self.stat([key])[0] is not None
 
-    def stat_again(self, keys: Sequence[str]) -> list[FileStat | None]:
-        """Stats like `stat`, with new requests."""
-        return _end_all([self.begin(key, NO_BYTES) for key in keys], self._end_stat)
-
-    def stat_small(self, keys: Sequence[str]) -> list[FileStat | None]:
+    def stat_small(self, keys: Sequence[str]) -> list[Version | None]:
         """Stats files that will be read whole if they exist."""
         new = [key for key in dict.fromkeys(keys) if key not in self._stats]
-        probes = [self.begin(key, BoundedRange.between(_SMALL_BYTES, _SMALL_BYTES + 1)) for key in new]
+        probes = [self.begin(key, _BEYOND_SMALL) for key in new]
         try:
             stats = self.stat(keys)
-            self._small.update(key for key, probe in zip(new, probes, strict=True) if not self._has_bytes(probe))
+            self._small.update(key for key, probe in zip(new, probes, strict=True) if not self._has_byte(probe))
         finally:
             _cancel(probes)
         return stats
 
     def measure(self, key: str) -> bool:
         """Tests if a key is a file."""
-        if key in self._stats:
-            return self._stats[key] is not None
-        request = self.begin(key, BoundedRange.between(_SMALL_BYTES, _SMALL_BYTES + 1))
-        try:
-            answer = self.end(request, doing="measuring it")
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            if is_beyond_end(error):
+        if key not in self._stats:
+            try:
+                answer = self.end(self.begin(key, _BEYOND_SMALL), _MEASURING)
+                self._stats[key] = answer and answer.version
+            except BeyondEndError:
                 self._small.add(key)
-                return self.whole([key], _SMALL_BYTES)[0] is not None
-            if not self._is_no_file(key, error):
-                raise remote_error(error, "measuring it", path=self.url(key)) from error
-            answer = None
-        self._stats[key] = None if answer is None else FileStat(answer.version)
-        return answer is not None
+                self.whole([key], _SMALL_BYTES)
+        return self._stats[key] is not None
 
     def whole_if_small(self, key: str) -> Response | None:
         """Returns all bytes of a file found small, or None."""
@@ -224,14 +228,12 @@ class Connection:
         # known to be small one byte beyond the limit is requested first. A bounded response names the file's size.
         unknown = [key for key in new if not self._is_within(key, limit)]
         unknown = unknown if may_be_larger or not self.is_bounded else []
-        beyond = BoundedRange.between(limit, limit + 1)
-        probes = _end_all([self.begin(key, beyond) for key in unknown], self._has_bytes)
-        for key, too_long in zip(unknown, probes, strict=True):
-            if too_long:
+        for key, is_longer in zip(unknown, self._have_bytes([(key, limit) for key in unknown]), strict=True):
+            if is_longer:
                 raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.url(key))
-        answers = _end_all([self.begin(key, BoundedRange.whole(limit)) for key in new], self._end_whole)
+        answers = self._end_all([self.begin(key, BoundedRange.whole(limit)) for key in new], "reading it")
         for key, answer in zip(new, answers, strict=True):
-            self._stats[key] = None if answer is None else FileStat(answer.version)
+            self._stats[key] = answer and answer.version
             if answer is not None:
                 self._wholes[key] = answer
         return [self._wholes.get(key) for key in keys]
@@ -244,47 +246,34 @@ class Connection:
     def end_of(self, key: str, size: int) -> bytes | None:
         """Reads the last `size` bytes of a file, or a shorter file."""
         try:
-            answer = self.end(self.begin(key, BoundedRange.last(size)), doing="reading its end")
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            if self._is_no_file(key, error):
-                return None
-            if not is_beyond_end(error):
-                raise remote_error(error, "reading its end", path=self.url(key)) from error
-            answer = self._end_whole(self.begin(key, BoundedRange.whole(size)))
-        return None if answer is None else answer.data
-
-    def _end_whole(self, request: PendingRead) -> Response | None:
-        try:
-            return self.end(request, doing="reading it")
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            if self._is_no_file(request.key, error):
-                return None
-            raise remote_error(error, "reading it", path=self.url(request.key)) from error
-
-    def _is_no_file(self, key: str, error: ValueError) -> bool:
-        if not is_no_file(error):
-            return False
-        self.refused[key] = error
-        return True
-
-    def _has_bytes(self, request: PendingRead) -> bool:
-        try:
-            return self.end(request, doing="measuring it") is not None
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            if is_beyond_end(error) or self._is_no_file(request.key, error):
-                return False
-            raise remote_error(error, "measuring it", path=self.url(request.key)) from error
+            answer = self.end(self.begin(key, BoundedRange.last(size)), "reading its end")
+        except BeyondEndError:
+            answer = self.end(self.begin(key, BoundedRange.whole(size)), "reading it")
+        return answer and answer.data
 
     def have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
         """Reports for each offset whether a file has a byte there."""
-        requests = [self.begin(key, BoundedRange.between(offset, offset + 1)) for offset in offsets]
-        return _end_all(requests, self._has_bytes)
+        return self._have_bytes([(key, offset) for offset in offsets])
+
+    def _have_bytes(self, places: Sequence[tuple[str, int]]) -> list[bool]:
+        requests = [self.begin(key, BoundedRange.between(at, at + 1)) for key, at in places]
+        try:
+            return list(map(self._has_byte, requests))
+        finally:
+            _cancel(requests)
+
+    def _has_byte(self, request: PendingRead) -> bool:
+        try:
+            return self.end(request, _MEASURING) is not None
+        except BeyondEndError:
+            return False
+
+    def _end_all(self, requests: Sequence[PendingRead], doing: str) -> list[Response | None]:
+        """Ends requests in their order."""
+        try:
+            return [self.end(request, doing) for request in requests]
+        finally:
+            _cancel(requests)
 
     def names_below(self, key: str) -> list[str]:
         """Lists all files below a directory, at any depth, relative to it."""
@@ -308,18 +297,6 @@ class Connection:
         self.clock.note()
         return names
 
-    def read(self, key: str, wanted: BoundedRange, context: ReadContext) -> bytes | None:
-        """Reads bytes of a file, or returns None."""
-        request = self.begin(key, wanted, is_awaited=True)
-        try:
-            with nullcontext() if context.group is None else context.group.holding(request.future):
-                answer = self.end(request, doing="reading it", leaf=context.leaf)
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise remote_error(error, "reading it", path=self.url(key), leaf=context.leaf) from error
-        return None if answer is None else answer.data
-
     def close_idle(self) -> None:
         """Closes connections that no request uses."""
         self._server.close_idle()
@@ -336,14 +313,6 @@ class Connection:
         self._stats, self._lists, self._listed, self._wholes, self.refused = {}, {}, {}, {}, {}
         self._small = set()
         self.first_blocks, self.kinds = {}, {}
-
-
-def _end_all(requests: Sequence[PendingRead], end: Callable[[PendingRead], _Result]) -> list[_Result]:
-    """Ends requests in their order."""
-    try:
-        return [end(request) for request in requests]
-    finally:
-        _cancel(requests)
 
 
 def _cancel(requests: Iterable[PendingRead]) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, Transport
-from orbax_t5x.files.remote.versions import Version
+from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, Transport, Version
 from orbax_t5x.files.transcript import Transcript
 
 

@@ -15,12 +15,11 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from orbax_t5x.errors import (
-    CheckpointError,
     CheckpointGoneError,
     CheckpointIOError,
     CorruptCheckpointError,
@@ -28,16 +27,12 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     for_caller,
 )
-from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget
-from orbax_t5x.files.remote.request_errors import is_beyond_end, remote_error
-from orbax_t5x.files.remote.transport import Response
-from orbax_t5x.files.remote.versions import NO_VERSION, Version
-from orbax_t5x.files.request_settings import REQUESTS_AT_ONCE
+from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
+from orbax_t5x.files.remote.connection import Connection, PendingRead, ReadAheadBudget
+from orbax_t5x.files.remote.request_errors import BeyondEndError
+from orbax_t5x.files.remote.transport import NO_VERSION, Response, Version
 from orbax_t5x.files.transcript import Viewpoint
 from orbax_t5x.files.windows import held_bytes, is_held
-
-_Versioned = TypeVar("_Versioned", Response, FileStat)
 
 # One request. Smaller pays for more requests, larger waits longer before the first byte can be used and is dearer to
 # repeat.
@@ -159,11 +154,12 @@ class RemoteFile:
                 answer = self._connection.whole([self._key], limit)[0]
             except LimitExceededError:
                 return
-            self._hold(self._proven(answer, None))
+            self._hold(answer, None)
 
-    def _hold(self, answer: Response) -> None:
-        self._content = answer.data
-        self._size = len(answer.data)
+    def _hold(self, answer: Response | None, leaf: str | None) -> None:
+        """Holds all bytes of the file, proven to be of it."""
+        self._content = self._proven(answer, leaf).data
+        self._size = len(self._content)
 
     @property
     def _viewpoint(self) -> Viewpoint | None:
@@ -194,7 +190,7 @@ class RemoteFile:
             return bytearray(held)
         if self._content is None and 0 < size <= _BLOCK_BYTES and not self._reads_whole:
             if (small := self._connection.whole_if_small(self._key)) is not None:
-                self._hold(self._proven(small, leaf))
+                self._hold(small, leaf)
                 if self._viewpoint is not None:
                     self._connection.at_end(self._drop)
                 return self.read(offset, size, leaf=leaf)
@@ -286,7 +282,7 @@ class RemoteFile:
         """Implements `StoredFile.check_unchanged`."""
         self._state.require_open()
         if self._content is not None and self._viewpoint is None and not is_held(self):
-            self._proven(self._connection.stat_again([self._key])[0], leaf)
+            self._prove(self._connection.stat_again([self._key])[0], leaf)
 
     def require_open(self) -> None:
         """Implements `StoredFile.require_open`."""
@@ -300,15 +296,12 @@ class RemoteFile:
     def _answer(self, request: PendingRead, leaf: str | None) -> Response:
         """Waits for the response to a request."""
         try:
-            answer = self._proven(self._connection.end(request, doing="reading it", leaf=leaf), leaf)
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            if is_beyond_end(error):
-                # Shorter than it was? Then it is another file, and not damage.
-                self._proven(self._connection.stat_again([self._key])[0], leaf)
-                self._compare_sizes(leaf)
-            raise remote_error(error, "reading it", path=self.path, leaf=leaf) from error
+            answer = self._proven(self._connection.end(request, "reading it", leaf=leaf, is_known=True), leaf)
+        except BeyondEndError:
+            # Shorter than it was? Then it is another file, and not damage.
+            self._prove(self._connection.stat_again([self._key])[0], leaf)
+            self._compare_sizes(leaf)
+            raise
         self._note_size(answer.file_bytes, leaf)
         return answer
 
@@ -344,19 +337,24 @@ class RemoteFile:
         """Does `_answer`, or returns None beyond the file's end."""
         try:
             return self._answer(self._begin(wanted), leaf)
-        except CorruptCheckpointError as error:
-            if error.__cause__ is not None and is_beyond_end(error.__cause__):
-                return None
-            raise
+        except BeyondEndError:
+            return None
 
-    def _proven(self, answer: _Versioned | None, leaf: str | None) -> _Versioned:
+    def _proven(self, answer: Response | None, leaf: str | None) -> Response:
         """Returns a response, proven to be of the file that was opened."""
-        viewpoint, here = self._viewpoint, None if answer is None else answer.version
+        if answer is None or answer.version != NO_VERSION or answer.data or answer.is_in_place:
+            self._prove(answer and answer.version, leaf)
+        assert answer is not None
+        return answer
+
+    def _prove(self, here: Version | None, leaf: str | None) -> None:
+        """Proves that a version is of the file that was opened."""
+        viewpoint = self._viewpoint
         with self._version_lock:
             there = self._version
-            if answer is not None and here is not None and (there.is_followed_by(here) or _is_empty(answer)):
+            if here is not None and there.is_followed_by(here):
                 self._version = there.joined(here)
-                return answer
+                return
         if viewpoint is not None:
             found = "missing" if here is None else str(here) or "not known"
             message, fix = viewpoint.difference("its ETag or generation", found, str(there) or "not known")
@@ -365,11 +363,6 @@ class RemoteFile:
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf)
         message = "changed after the checkpoint was opened: its ETag, generation or Last-Modified is another"
         raise CheckpointGoneError(message, path=self.path, leaf=leaf)
-
-
-def _is_empty(answer: Response | FileStat) -> bool:
-    """Tests if an answer says that there are no bytes."""
-    return isinstance(answer, Response) and answer.version == NO_VERSION and not answer.data and not answer.is_in_place
 
 
 class _PieceRequest(NamedTuple):

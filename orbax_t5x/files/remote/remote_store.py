@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -206,7 +204,7 @@ class RemoteFiles(Files):
             if (refusal := self.connection.refused.get(key)) is not None:
                 raise remote_error(refusal, "reading its status", path=path, leaf=leaf) from refusal
             raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
-        return RemoteFile(self.connection, key, name, found.version, self._state)
+        return RemoteFile(self.connection, key, name, found, self._state)
 
     def require_open(self) -> None:
         self._state.require_open()
@@ -263,34 +261,29 @@ class RemoteSnapshot(Snapshot):
     A writer that changes chunks and leaves the metadata as it was is not noticed.
     """
 
+    is_remote = True
+
     def __init__(self, store: RemoteFiles, name: str, leaf: str | None):
         """Stats the file."""
-        self.clock = store.connection.clock
+        super().__init__()
         self._connection = store.connection
         transcript = self._connection.transcript
         self._is_received = transcript is not None and transcript.is_received
         self.is_for_all = transcript is not None and not transcript.is_received
         self._key = store.key(name, leaf=leaf)
-        self._stat = self._connection.stat([self._key])[0]
-        self._lock = threading.Lock()
-        self._checked_in: weakref.ref[object] | None = None
-        if self._stat is None:
+        self._version = self._connection.stat([self._key])[0]
+        if self._version is None:
             raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
 
-    def was_checked(self, execution: object) -> bool:
-        checked = self._checked_in
-        return checked is not None and checked() is execution
+    @property
+    def is_near(self) -> bool:
+        return self._connection.clock.is_near
 
-    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+    def _compare(self, leaf: str | None) -> None:
         if self._is_received:
             return  # the process that opened the checkpoint compares it, once for all
-        with self._lock:
-            if self.was_checked(execution):
-                return
-            found = self._connection.stat_again([self._key])[0]
-            if found is None or (self._stat is not None and not self._stat.version.is_followed_by(found.version)):
-                what = "vanished" if found is None else "changed"
-                raise CheckpointGoneError(
-                    f"{what} after the checkpoint was opened", path=self._connection.url(self._key), leaf=leaf
-                )
-            self._checked_in = weakref.ref(execution)
+        found = self._connection.stat_again([self._key])[0]
+        if found is None or (self._version is not None and not self._version.is_followed_by(found)):
+            what = "vanished" if found is None else "changed"
+            path = self._connection.url(self._key)
+            raise CheckpointGoneError(f"{what} after the checkpoint was opened", path=path, leaf=leaf)

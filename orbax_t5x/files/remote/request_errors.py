@@ -34,9 +34,8 @@ def is_denied(error: BaseException) -> bool:
     return status_of(error) in _DENIED
 
 
-def is_beyond_end(error: BaseException) -> bool:
-    """Reports whether the file ends before the requested bytes."""
-    return status_of(error) == "OUT_OF_RANGE"
+class BeyondEndError(CorruptCheckpointError):
+    """A file that ends before the requested bytes."""
 
 
 def is_no_file(error: BaseException) -> bool:
@@ -62,7 +61,7 @@ def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | Non
         message += "; credentials are missing or do not suffice"
         return CheckpointIOError(message, path=path, leaf=leaf, errno=errno.EACCES)
     if status == "OUT_OF_RANGE":
-        return CorruptCheckpointError(f"{message}; the file ends before the requested bytes", path=path, leaf=leaf)
+        return BeyondEndError(f"{message}; the file ends before the requested bytes", path=path, leaf=leaf)
     if status == "NOT_FOUND":
         return CheckpointNotFoundError(message, path=path, leaf=leaf)
     if is_ignored_range(error):

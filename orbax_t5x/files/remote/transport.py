@@ -1,11 +1,92 @@
-"""Interface of servers and buckets that a `Connection` reads."""
+"""Interface of servers and buckets that a `Connection` reads.
+
+Here are also what their answers prove, how long they may be silent, and how often a request is sent.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple, Protocol
 
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.versions import Version
+
+MAX_RETRIES = 8
+FIRST_DELAY_SECS = 0.1
+LONGEST_DELAY_SECS = 8.0
+# Longer than a server in the same building needs, and shorter than any other does.
+_NEAR_SECS = 0.002
+
+
+class Version(NamedTuple):
+    """Marks of a file's contents, each empty if it is not sent.
+
+    Attributes:
+      tag: a strong ETag, or the generation of an object in a bucket.
+      weak: the value of a weak ETag.
+      modified: the value of Last-Modified.
+    """
+
+    tag: bytes = b""
+    weak: bytes = b""
+    modified: bytes = b""
+
+    def is_followed_by(self, later: Version) -> bool:
+        """Reports whether a later answer may be of the same contents.
+
+        A tag that is missing or weaker than before is another. Answers with bytes may leave Last-Modified out.
+        """
+        if self.tag:
+            return later.tag == self.tag
+        if self.weak and (later.tag or later.weak) != self.weak:
+            return False
+        return not (self.modified and later.modified) or self.modified == later.modified
+
+    def joined(self, later: Version) -> Version:
+        """Joins marks; its own take precedence."""
+        return Version(self.tag or later.tag, self.weak or later.weak, self.modified or later.modified)
+
+    def __str__(self) -> str:
+        mark = self.tag.strip(b"\0\1") or (self.weak and b"W/" + self.weak) or self.modified
+        return mark.decode("utf-8", "backslashreplace")
+
+
+NO_VERSION = Version()
+"""Of a server that sends no marks."""
+
+
+class ResponseClock:
+    """Time of the last response of a remote store.
+
+    The store may be silent for `timeout` seconds. One clock serves all requests to it: a request is given up when
+    neither it nor any other was answered for so long. A slow line with many requests in its queue is not a dead one.
+    """
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self._last = -float("inf")
+        self._quickest = float("inf")
+
+    def note(self, begun: float | None = None) -> None:
+        """Records that a response came, to a request that was begun then."""
+        self._last = time.monotonic()
+        if begun is not None:
+            self._quickest = min(self._quickest, self._last - begun)
+
+    @property
+    def is_near(self) -> bool:
+        """True if some response came at once."""
+        return self._quickest < _NEAR_SECS
+
+    def seconds_left(self, begun: float) -> float:
+        """Returns the seconds that a request may still wait.
+
+        It was begun then; zero or less: it is given up.
+        """
+        return max(begun, self._last) + self.timeout - time.monotonic()
+
+    def timeout_text(self) -> str:
+        """Returns the reason for giving up a request, for an error."""
+        return f"no answer for {self.timeout:g} s (Limits.io_timeout_secs)"
 
 
 class Response(NamedTuple):

@@ -23,7 +23,7 @@ import tensorstore as ts
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.files.places import files_at, opening
 from orbax_t5x.files.remote.buckets import BUCKETS, open_kvstore
-from orbax_t5x.files.remote.request_errors import is_beyond_end, remote_error
+from orbax_t5x.files.remote.request_errors import BeyondEndError, remote_error
 from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.operations.convert.destination import (
     Destination,
@@ -200,11 +200,9 @@ class BucketDestination(Destination):
         doing = "reading the mark of a conversion"
         read = self._bucket.read(self._marker_key, byte_range=slice(_MOST_MARKER_BYTES, _MOST_MARKER_BYTES + 1))
         try:
-            is_small = read.result().state == "missing"
-        except ValueError as error:
-            is_small = is_beyond_end(error)
-            if not is_small:
-                raise remote_error(error, doing, path=self.name) from error
+            is_small = self._do(doing, read).state == "missing"
+        except BeyondEndError:
+            is_small = True
         if is_small:
             read = self._bucket.read(self._marker_key)
         read = self._do(doing, read)

@@ -9,8 +9,6 @@ there are; later ones wrote both, and values that `_METADATA` calls skipped are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
@@ -30,7 +28,7 @@ _EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}
 class Aggregate:
     """Opened msgpack file of an item.
 
-    `index_bytes` of it were read; after `close`, its leaves cannot be read.
+    `index_bytes` of it were read.
     """
 
     def __init__(self, root: Files, item: str, limits: Limits):
@@ -38,7 +36,6 @@ class Aggregate:
         name = f"{item}/{MSGPACK_FILE}" if item else MSGPACK_FILE
         opened = open_state_file(root, name, limits)
         self.index_bytes: int = opened.index_bytes
-        self.close: Callable[[], None] = opened.files.close
         self._file = opened.file
         self._limits = limits
         self._nodes: dict[str, WalkedNode] = dict(named_nodes(opened.tree, opened.file, limits))

@@ -30,7 +30,7 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.chunk_grid import ArrayLayout
 from orbax_t5x.readers.fetched_array import FetchedArray
-from orbax_t5x.readers.leaves import BrokenLeaf, OpenFlag
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.keys import array_key, inside
@@ -75,7 +75,6 @@ class ItemArrays:
     sums: ItemSums
     values: OcdbtValues | None
     context: ts.Context
-    flag: OpenFlag
     limits: Limits
 
     @property
@@ -176,7 +175,7 @@ class ItemArrays:
         except (ValueError, NotImplementedError) as error:
             return BrokenLeaf(named.name, self._typed(error, named))
         return make(
-            self.flag,
+            self.root,
             prng_impl=self.prng_impls.get(named.node.param),
             sums=self.sums.of(named.node.param),
             absent_is_fill=self.absent_is_fill,

@@ -39,7 +39,7 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
-from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf, OpenFlag, close_all
+from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
@@ -221,8 +221,6 @@ class _OrbaxOpening:
         self._root = root
         self._limits = limits
         self._context = make_context()
-        self._flag = OpenFlag()
-        self._closers = [self._flag.close, root.close]
         self._aggregates: dict[str, Any] = {}
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
@@ -271,7 +269,7 @@ class _OrbaxOpening:
             empties=self._empties,
             sequences=self._sequences,
             metadata=metadata,
-            close=partial(close_all, self._closers),
+            close=self._root.close,
             index_bytes=self._bytes,
         )
 
@@ -317,7 +315,7 @@ class _OrbaxOpening:
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
         opener = ItemArrays(
             *(self._root, item, directory, database, metadata, impls, files.plain_directories, sums, values),
-            *(self._context, self._flag, self._limits),
+            *(self._context, self._limits),
         )
         for leaf in opener.open(arrays):
             self._leaves[leaf.name] = leaf
@@ -337,7 +335,6 @@ class _OrbaxOpening:
         """Opens an early Orbax item's msgpack file once."""
         if item not in self._aggregates:
             aggregate = self._aggregates[item] = _aggregate(self._root, item, self._limits)
-            self._closers.append(aggregate.close)
             self._bytes += aggregate.index_bytes
         return self._aggregates[item]
 
@@ -361,7 +358,7 @@ class _OrbaxOpening:
             )
             return
         value, own = strings[named.node.param], sums.of(named.node.param)
-        self._leaves[named.name] = StringLeaf(named.name, directory, value, self._flag, own)
+        self._leaves[named.name] = StringLeaf(named.name, directory, value, self._root, own)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
         """Adds the arrays without elements that our handler recorded."""

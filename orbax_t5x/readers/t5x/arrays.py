@@ -31,7 +31,7 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.flax_msgpack.walk import Node
-from orbax_t5x.readers.leaves import BrokenLeaf, OpenFlag
+from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.t5x.specs import ArraySpec, parse_spec
 from orbax_t5x.readers.t5x.zarr_metadata import METADATA_FILE, ZarrMetadata, parse_zarr_metadata
 from orbax_t5x.readers.tensorstore_errors import typed_error
@@ -55,12 +55,11 @@ class ZarrArrays:
     `index_bytes` of their metadata were read.
     """
 
-    def __init__(self, root: Files, file: str, version: int, flag: OpenFlag, limits: Limits):
+    def __init__(self, root: Files, file: str, version: int, limits: Limits):
         """Holds the settings of a checkpoint."""
         self._root = root
         self._file = file
         self._version = version
-        self._flag = flag
         self._limits = limits
         self._context = make_context()
         self._leaf_of: dict[Hashable, str] = {}
@@ -156,7 +155,7 @@ class ZarrArrays:
             found.path,
             layout,
             array,
-            self._flag,
+            self._root,
             absent_is_fill=is_filled,
             files=found.files,
             limits=self._limits,

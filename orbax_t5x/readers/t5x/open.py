@@ -11,7 +11,6 @@ its tree is the whole file. A save is written under a temporary name and renamed
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
@@ -23,7 +22,6 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_early_item, is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import StateFile, open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node
-from orbax_t5x.readers.leaves import OpenFlag, close_all
 from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, newest_directory, newest_first, step_of_name
 from orbax_t5x.readers.t5x.arrays import ZarrArrays
@@ -58,10 +56,9 @@ def _open(path: str, root: Files, name: str, step: int | None, limits: Limits) -
     if version == 0 and name == MSGPACK_FILE and is_early_item(opened.tree):
         opened.files.close()
         return open_orbax(root.path, limits=limits)
-    flag = OpenFlag()
     nodes = list(named_nodes(tree, opened.file, limits, is_spec))
     specs = [node for _, node in nodes if isinstance(node, dict) and is_spec(node)]
-    arrays = ZarrArrays(root, opened.file.path, version, flag, limits) if specs else None
+    arrays = ZarrArrays(root, opened.file.path, version, limits) if specs else None
     if arrays is not None:
         arrays.read_ahead(specs)
     leaves: dict[str, Leaf] = {}
@@ -80,7 +77,7 @@ def _open(path: str, root: Files, name: str, step: int | None, limits: Limits) -
         leaves=leaves,
         empties=empties,
         metadata=_metadata(version, opened),
-        close=partial(close_all, (flag.close, opened.files.close)),
+        close=opened.files.close,
         index_bytes=opened.index_bytes + (arrays.index_bytes if arrays else 0),
     )
 

@@ -7,7 +7,7 @@ from orbax_t5x.extras.web.hub_requests import HubRequests, server_of
 from orbax_t5x.extras.web.web_answer import read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.remote.transport import ResponseClock
 from tests.support.http_store import HttpStore, serving
 
 WANTED = BoundedRange.between(1, 3)

@@ -13,7 +13,7 @@ import orbax_t5x as ot
 from orbax_t5x.extras.web.web_pool import find_route
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.response_clock import ResponseClock
+from orbax_t5x.files.remote.transport import ResponseClock
 from tests.support.http_store import serving
 
 pytestmark = pytest.mark.usefixtures("no_proxies")

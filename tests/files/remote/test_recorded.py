@@ -6,8 +6,7 @@ import pytest
 
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
 from orbax_t5x.files.remote.recorded import RecordedBucket, RecordedTransport
-from orbax_t5x.files.remote.transport import Response
-from orbax_t5x.files.remote.versions import Version
+from orbax_t5x.files.remote.transport import Response, Version
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 
 BASE = "http://host"

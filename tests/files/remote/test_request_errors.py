@@ -10,7 +10,7 @@ from orbax_t5x.files.remote import request_errors
     ("text", "kind", "said"),
     [
         ("PERMISSION_DENIED: 403", errors.CheckpointIOError, "credentials"),
-        ("OUT_OF_RANGE: 9 of 5", errors.CorruptCheckpointError, "ends before"),
+        ("OUT_OF_RANGE: 9 of 5", request_errors.BeyondEndError, "ends before"),
         ("NOT_FOUND: 404", errors.CheckpointNotFoundError, "404"),
         ("UNKNOWN: Range was ignored by server", errors.UnsupportedCheckpointError, "206"),
         ("UNKNOWN: HTTP code 302", errors.CheckpointIOError, "redirects are not followed"),
@@ -34,5 +34,3 @@ def test_what_means_that_there_is_no_file():
     assert request_errors.is_no_file(ValueError("UNAUTHENTICATED: x"))
     assert request_errors.is_no_file(ValueError("UNKNOWN: HTTP code 301"))
     assert not request_errors.is_no_file(ValueError("UNAVAILABLE: HTTP code 503"))
-    assert request_errors.is_beyond_end(ValueError("OUT_OF_RANGE: x"))
-    assert not request_errors.is_beyond_end(ValueError("x: OUT_OF_RANGE: y"))

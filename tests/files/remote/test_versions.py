@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointGoneError
-from orbax_t5x.files.remote.versions import NO_VERSION, Version
+from orbax_t5x.files.remote.transport import NO_VERSION, Version
 from tests.support.http_store import serving
 
 FIRST = np.arange(1 << 19, dtype=np.float32)
