@@ -358,6 +358,10 @@ class LoopThread:
             is_closed = self._serving.is_closing and isinstance(failure, asyncio.CancelledError)
             raise self._has_ended() if is_closed else failure
 
+    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Begins a coroutine that handles its own exceptions; `close` cancels it."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def _has_ended(self) -> RuntimeError:
         return RuntimeError("the thread that reads has ended before this was read")
 

@@ -1,16 +1,15 @@
 """Executes a plan: reads boxes into the arrays' shards.
 
-An event loop in a thread of its own takes groups of leaves in plan order. Each group waits for its bytes of one budget
-(first in, first out; a group larger than the budget waits for all others), allocates 64-byte aligned buffers (which
-`jax` takes over without a copy on CPU), has its leaves read into them, and runs what views have left to do (casts,
-averages, reshapes). Its arrays are made, and `progress` is called, in the thread of the caller, by whose JAX settings
-arrays are made. Leaves that are read by blocking calls are read in worker threads, a group per hop; leaves of
-asynchronous formats and of remote stores are awaited, many at a time. Leaves that share stored bytes are in one group,
-so that each box is read once.
+The caller's thread begins groups of leaves in plan order. Each group waits for its bytes of one budget (a group larger
+than the budget waits for all others), allocates 64-byte aligned buffers (which `jax` takes over without a copy on CPU),
+has its leaves read into them, and runs what views have left to do (casts, averages, reshapes). Leaves that are read by
+blocking calls are read in worker threads. An event loop awaits leaves of asynchronous formats and of remote stores,
+many at a time; it is made only for them and for checksums. The caller's thread makes the arrays, by its JAX settings,
+and calls `progress`. Leaves that share stored bytes are in one group, so that each box is read once.
 
 Host memory is bounded by the results that stay on the host plus the budget in flight. On accelerators a group's bytes
-are given back when its arrays have arrived there. The memory in which leaves of chunked formats decode chunks has a
-budget of its own, of the same size at most (`decoding_bytes`).
+are given back when its arrays have arrived there, and its buffer is used again (`StagingBuffers`). The memory in which
+leaves of chunked formats decode chunks has a budget of its own, of the same size at most (`decoding_bytes`).
 
 What several processes do beside it is in `joint_executor`, which they alone load.
 """
@@ -20,27 +19,26 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import os
+import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from orbax_t5x import on_demand
-from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, call_of_user, run_in_pool
-from orbax_t5x.errors import LimitExceededError
-from orbax_t5x.files.memory import naming_memory_errors
+from orbax_t5x.concurrency import LoopThread, as_carried, call_of_user, first_failure, wait_all
 from orbax_t5x.files.windows import WINDOW_BYTES
-from orbax_t5x.lazy import Leaf, ReadStats, Request, ValueLeaf, slices_within
-from orbax_t5x.lazy.box import box_shape
-from orbax_t5x.lazy.read import LeafReads
-from orbax_t5x.restoring.execute.buffers import check_value, layouts_of, make_values
+from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf
+from orbax_t5x.restoring.execute.buffers import StagingBuffers, check_value, has_transfers, make_values
 from orbax_t5x.restoring.execute.groups import Group, group_entries
-from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
+from orbax_t5x.restoring.execute.reading import GroupBuffers, Reader, allocate
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import Compute, PlanEntry, RestorePlan, RestoreReport
@@ -55,8 +53,8 @@ _THREADS = max(2, min(8, os.cpu_count() or 1))
 # For decoding small chunks; of large ones, so many for each worker.
 _DECODING_BYTES = 64 << 20
 _CHUNKS_PER_THREAD = 2
-# Devices of these compute in the host's memory: an array takes its buffer over, and no transfer is under way.
-_HOST_PLATFORMS = frozenset({"cpu"})
+# How late the end of the event loop's thread may be noticed.
+_POLL_SECS = 0.2
 
 
 def execute_plan(
@@ -98,19 +96,15 @@ def peak_bytes(plan: RestorePlan) -> int:
     return max(min(limit, sum(held)), max(held, default=0)) + decoding + 4 * _THREADS * WINDOW_BYTES
 
 
-def has_transfers(entries: Iterable[PlanEntry]) -> bool:
-    """Tests if arrays are sent to devices with their own memory."""
-    leaves = {id(entry.leaf): entry.leaf for entry in entries}.values()
-    shardings = {leaf.sharding for leaf in leaves if leaf is not None and not leaf.is_on_host}
-    platforms = {device.platform for sharding in shardings if sharding is not None for device in sharding.device_set}
-    if None in shardings:
-        untyped: Any = jax.config
-        device = untyped.jax_default_device
-        platforms.add(jax.default_backend() if device is None else getattr(device, "platform", device))
-    return not platforms <= _HOST_PLATFORMS
+_Ended = queue.SimpleQueue[tuple[Group, GroupBuffers | None, BaseException | None]]
+"""Groups whose reads or transfers have ended, with their buffers or the error."""
 
 
-_Buffers = dict[str, list[np.ndarray]]
+def _call(ended: _Ended, group: Group, function: Callable[[], GroupBuffers | None]) -> None:
+    try:
+        ended.put((group, function(), None))
+    except BaseException as error:
+        ended.put((group, None, as_carried(error)))
 
 
 class Execution:
@@ -122,29 +116,26 @@ class Execution:
         self._plan = plan
         self._limit = options.limit
         self._progress = on_progress
-        leaves = {leaf for entry in plan.entries for leaf in entry.leaves}
-        self._stats = ReadStats(options.verify, decoding_bytes(leaves, self._limit))
+        self._leaves = list(dict.fromkeys([leaf for entry in plan.entries for leaf in entry.leaves]))
+        self._stats = ReadStats(options.verify, decoding_bytes(self._leaves, self._limit))
         self._values: dict[str, Any] = {}
-        self._caller = CallerThread()
         self._done_bytes = 0
-        self._pending: collections.Counter[Leaf] = collections.Counter()
         self._verified: dict[Leaf, bool | None] = {}
         self._stop = threading.Event()
         self._reader = Reader(self._stats, self._stop)
         self._bytes_received: int = 0
-        self._awaits_transfers = False
+        # Of devices with their own memory, or None.
+        self._staging: StagingBuffers | None = None
 
     def run(self) -> tuple[dict[str, Any], RestoreReport]:
         """Reads the plan; returns the values by name and the report."""
         started = time.monotonic()
         entries = [entry for entry in self._plan.entries if entry.view is not None]
-        self._awaits_transfers = has_transfers(entries)
+        self._staging = StagingBuffers(self._limit) if has_transfers(entries) else None
         own = self._own_entries(entries)
         if self._plan.fallback is not None:
             self._reader.in_memory = self._computed_leaves(entries, self._plan.fallback)
         groups = group_entries(own, self._limit)
-        for group in groups:
-            self._pending.update(group.leaves)
         if groups or self._is_joint:
             self._read(groups)
         self._reader.in_memory = {}
@@ -163,9 +154,11 @@ class Execution:
         return entries
 
     def _read(self, groups: list[Group]) -> None:
+        awaits = self._is_joint or bool(self._summed_leaves) or not all([group.blocking for group in groups])
         workers = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore")
         try:
-            with LoopThread() as thread, workers as pool:
+            # What the event loop awaits ends before the workers do.
+            with workers as pool, LoopThread() if awaits else contextlib.nullcontext() as thread:
                 try:
                     self._read_in(thread, groups, pool)
                 finally:
@@ -173,72 +166,93 @@ class Execution:
         finally:
             self._stop.set()  # also where an interrupt came before the inner one
 
-    def _read_in(self, thread: LoopThread, groups: list[Group], pool: concurrent.futures.Executor) -> None:
-        """Reads groups in an event loop, and verifies the bytes."""
-        thread.run(self._read_all(groups, pool), caller=self._caller)
+    def _read_in(self, thread: LoopThread | None, groups: list[Group], pool: concurrent.futures.Executor) -> None:
+        """Reads groups, and verifies the bytes."""
+        self._read_groups(thread, groups, pool)
+        self._verified = dict.fromkeys(self._leaves)
+        if thread is not None:
+            thread.run(self._verify(self._summed_leaves, self._stats.ranges, self._stats))
 
-    async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
-        budget = Budget(self._limit)
-        tasks: set[asyncio.Task[None]] = set()
-
-        async def one(group: Group) -> None:
-            try:
+    def _read_groups(self, thread: LoopThread | None, groups: list[Group], pool: concurrent.futures.Executor) -> None:
+        """Reads groups within the budget; makes their values in this thread."""
+        waiting = collections.deque(groups)
+        ended: _Ended = queue.SimpleQueue()
+        taken = under_way = 0
+        while waiting or under_way:
+            while waiting and (not under_way or taken + waiting[0].size <= self._limit):
+                group = waiting.popleft()
+                taken += group.size
+                under_way += 1
                 if group.blocking:
-                    buffers = await run_in_pool(pool, self._read_blocking, group)
+                    pool.submit(_call, ended, group, functools.partial(self._read_blocking, group))
                 else:
-                    buffers = await self._read_awaited(group, pool)
-                if buffers is None:
-                    return
-                placed = await self._caller.run(self._place, group.entries, buffers)
-                if self._awaits_transfers:
+                    assert thread is not None
+                    thread.begin(self._read_awaited(group, pool, ended))
+            try:
+                group, result, error = ended.get(timeout=_POLL_SECS)
+            except queue.Empty:
+                if thread is None or thread.is_alive():
+                    continue
+                raise RuntimeError("the thread that reads has ended before all was read") from None
+            if error is not None:
+                try:
+                    raise first_failure(error)
+                finally:
+                    del error  # whose traceback holds this frame
+            if result is not None:
+                placed = self._place(group.entries, result.buffers)
+                if self._staging is not None:
                     # Transfers run on: only when they have arrived may other groups take these bytes of the host's
                     # memory.
-                    await run_in_pool(pool, jax.block_until_ready, placed)
-                await self._verify_group(group)
-            finally:
-                budget.give(group.size)
+                    pool.submit(_call, ended, group, functools.partial(self._await_arrival, placed, result.staging))
+                    continue
+            taken -= group.size
+            under_way -= 1
 
-        try:
-            for group in groups:
-                await budget.take(group.size)
-                for task in [task for task in tasks if task.done()]:
-                    tasks.discard(task)
-                    task.result()
-                tasks.add(asyncio.create_task(one(group)))
-            while tasks:
-                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-        except BaseException:
-            self._stop.set()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+    def _read_blocking(self, group: Group) -> GroupBuffers:
+        """Reads and finishes a group in this thread."""
+        filled = allocate(group, self._staging)
+        self._reader.fill(filled.stages, group.entries[0], filled.bare)
+        return filled
 
-    def _read_blocking(self, group: Group) -> _Buffers | None:
-        """Reads and finishes a group in this thread, or returns None."""
-        buffers, bare, stages = _allocate(group)
-        return buffers if self._reader.fill(stages, group.entries[0], bare) else None
-
-    async def _read_awaited(self, group: Group, pool: concurrent.futures.Executor) -> _Buffers:
+    async def _read_awaited(self, group: Group, pool: concurrent.futures.Executor, ended: _Ended) -> None:
         """Awaits a group's reads, and computes in a worker thread."""
-        buffers, bare, stages = _allocate(group)
-        await self._reader.fill_awaited(stages, group.entries[0], pool, bare)
-        return buffers
+        try:
+            filled = allocate(group, self._staging)
+            await self._reader.fill_awaited(filled.stages, group.entries[0], pool, filled.bare)
+            ended.put((group, filled, None))
+        except BaseException as error:
+            ended.put((group, None, as_carried(error)))
 
-    async def _verify_group(self, group: Group) -> None:
+    def _await_arrival(self, placed: list[Any], staging: np.ndarray | None) -> None:
+        """Waits for arrays on their devices; gives back the buffer."""
+        jax.block_until_ready(placed)
+        if self._staging is not None and staging is not None:
+            self._staging.give(staging)
+
+    @functools.cached_property
+    def _summed_leaves(self) -> list[Leaf]:
+        return [] if self._stats.verify == "off" else [leaf for leaf in self._leaves if leaf.checksums is not None]
+
+    async def _verify(
+        self, leaves: Iterable[Leaf], ranges: Callable[[Leaf], Sequence[ChecksummedRange]], stats: ReadStats
+    ) -> None:
         """Compares the checksums of leaves after their last read."""
-        for leaf in group.leaves:
-            self._pending[leaf] -= 1
-            if not self._pending[leaf]:
-                has_sums = self._stats.verify != "off" and leaf.checksums is not None
-                ranges = self._stats.ranges(leaf) if has_sums else ()
-                self._verified[leaf] = await leaf.verify_checksum(self._stats, ranges) if has_sums else None
+        reading = asyncio.Semaphore(_THREADS)
+
+        async def verify(leaf: Leaf) -> None:
+            async with reading:
+                self._verified[leaf] = await leaf.verify_checksum(stats, ranges(leaf))
+
+        if stats.verify == "full":
+            await wait_all(map(verify, leaves))
+            return
+        for leaf in leaves:
+            await verify(leaf)
 
     # -- results
 
-    def _place(self, entries: Sequence[PlanEntry], buffers: _Buffers) -> list[Any]:
+    def _place(self, entries: Sequence[PlanEntry], buffers: dict[str, list[np.ndarray]]) -> list[Any]:
         """Makes the values of entries, in the caller's thread, and returns them."""
         placed = make_values(entries, buffers)
         self._values.update(placed)
@@ -289,28 +303,3 @@ class Execution:
             bytes_received=self._bytes_received,
             from_fallback=self._plan.filled,
         )
-
-
-def _allocate(group: Group) -> tuple[_Buffers, list[LeafReads], list[list[BufferedPiece]]]:
-    """Allocates the buffers of each entry's shards."""
-    buffers: _Buffers = {}
-    outs: _Buffers = {}
-    layouts = dict(zip(group.entries, layouts_of(group.entries), strict=True))
-    entry = group.entries[0]
-    try:
-        for entry, layout in layouts.items():
-            assert entry.view is not None
-            buffers[entry.name], outs[entry.name] = layout.allocate(entry.view.node.dtype)
-    except (LimitExceededError, MemoryError) as error:
-        with naming_memory_errors(entry.leaves[0].path, entry.name):
-            raise error
-    bare = [(entry.leaves[0], list(map(Request, layouts[entry].read_boxes, outs[entry.name]))) for entry in group.bare]
-    stages: list[list[BufferedPiece]] = []
-    for pieces in group.stages:
-        stages.append([])
-        for piece in pieces:
-            out = outs[piece.entry.name][piece.box_index]
-            if out.shape != box_shape(piece.box):
-                out = out[slices_within(piece.box, layouts[piece.entry].read_boxes[piece.box_index])]
-            stages[-1].append((piece, out))
-    return buffers, bare, stages

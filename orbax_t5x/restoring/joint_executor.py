@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from orbax_t5x.concurrency import LoopThread, balanced_shares, run_in_pool
+from orbax_t5x.concurrency import CallerThread, LoopThread, balanced_shares, run_in_pool
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, full_box
 from orbax_t5x.multihost.collectives import gather_bytes, raise_together
@@ -55,6 +55,7 @@ class _JointExecution(Execution):
         self._mode: BroadcastMode = options.broadcast
         self._path = plan.path
         self._group = group
+        self._caller = CallerThread()
         self._broadcast: Broadcast | None = None
 
     def _own_entries(self, entries: list[PlanEntry]) -> list[PlanEntry]:
@@ -78,13 +79,16 @@ class _JointExecution(Execution):
         )
         return [*local_texts, *schedule.unshared]
 
-    def _read_in(self, thread: LoopThread, groups: list[Group], pool: concurrent.futures.Executor) -> None:
+    def _read_in(self, thread: LoopThread | None, groups: list[Group], pool: concurrent.futures.Executor) -> None:
+        assert thread is not None
         error: BaseException | None = None
         broadcast = self._broadcast
         try:
             try:
-                thread.run(self._read_own(groups, pool), caller=self._caller)
+                self._read_groups(thread, groups, pool)
+                thread.run(self._check_for_all())
             except BaseException as caught:  # the other processes must receive it first
+                self._stop.set()
                 error = caught
             if broadcast is not None and (error is None or isinstance(error, Exception)):
                 try:
@@ -101,16 +105,15 @@ class _JointExecution(Execution):
         finally:
             del error  # whose traceback holds this frame, and so the threads
 
-    async def _read_own(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
-        await self._read_all(groups, pool)
-        await asyncio.gather(*[leaf.check_for_all(self._stats) for leaf in self._leaves_in_order()])
+    async def _check_for_all(self) -> None:
+        await asyncio.gather(*[leaf.check_for_all(self._stats) for leaf in self._leaves])
 
     async def _place_arrived(self, entry: PlanEntry, buffers: list[np.ndarray]) -> None:
         """Makes the value of what a broadcast received; the broadcast goes on after a failure."""
         placed, error = await self._caller.run(self._place_or_error, entry, buffers)
         if error is not None:
             raise error
-        if self._awaits_transfers:
+        if self._staging is not None:
             await run_in_pool(None, jax.block_until_ready, placed)
 
     def _place_or_error(
@@ -123,44 +126,35 @@ class _JointExecution(Execution):
 
     # -- checksums
 
-    async def _verify_group(self, group: Group) -> None:
-        """Leaves the checksums of a group to the end."""
-
     def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
         """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
         try:
-            ranges = gather_checksums(self._stats, self._leaves_in_order(), self._group, error=error, path=self._path)
+            ranges = gather_checksums(self._stats, self._leaves, self._group, error=error, path=self._path)
         except CheckpointError:
             if error is None:
                 raise
             return
+
+        def found(leaf: Leaf) -> Sequence[ChecksummedRange]:
+            return ranges.get(leaf, ())
+
         if self._stats.verify != "full":
-            thread.run(self._verify_all(self._leaves_in_order(), ranges, self._stats))
+            thread.run(self._verify(self._leaves, found, self._stats))
             return
         try:
-            thread.run(self._verify_rest(ranges))
+            thread.run(self._verify_rest(found))
         except Exception as caught:
             error = caught
         raise_together(error, self._group, self._path)
 
-    async def _verify_rest(self, ranges: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
+    async def _verify_rest(self, ranges: Callable[[Leaf], Sequence[ChecksummedRange]]) -> None:
         """Compares checksums of what was read; leaves that this does not cover are read, some by each process."""
-        await self._verify_all(self._leaves_in_order(), ranges, ReadStats("touched"))
+        await self._verify(self._leaves, ranges, ReadStats("touched"))
         rest = [leaf for leaf, verified in self._verified.items() if verified is False]
         work_shares = balanced_shares(rest, _stored_bytes, self._group.size)
-        await self._verify_all(work_shares[self._group.rank], ranges, self._stats)
+        await self._verify(work_shares[self._group.rank], ranges, self._stats)
         # Unless another process finds damage in its own: `raise_together` then raises that here, too.
         self._verified.update(dict.fromkeys(rest, True))
-
-    async def _verify_all(
-        self, leaves: Iterable[Leaf], ranges: Mapping[Leaf, Sequence[ChecksummedRange]], stats: ReadStats
-    ) -> None:
-        for leaf in leaves:
-            self._verified[leaf] = await leaf.verify_checksum(stats, ranges.get(leaf, ()))
-
-    def _leaves_in_order(self) -> list[Leaf]:
-        """Returns the leaves in plan order, the same on every process; grouping depends on its own boxes."""
-        return list(dict.fromkeys(leaf for entry in self._plan.entries for leaf in entry.leaves))
 
 
 def _stored_bytes(leaf: Leaf) -> int:

@@ -24,7 +24,7 @@ from orbax_t5x.files.local import File
 from orbax_t5x.lazy import concatenate, repeat, stack
 from orbax_t5x.lazy.box import union_size
 from orbax_t5x.readers.tf_bundle.proto import Extent
-from orbax_t5x.restoring import executor
+from orbax_t5x.restoring.execute import buffers
 from tests.support.array_strategies import boxes
 from tests.support.bundle_writer import bundle_of
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint
@@ -303,7 +303,7 @@ def test_arrays_on_the_host_are_not_awaited_whatever_the_default_backend_is(monk
 
 def test_transfers_to_the_devices_of_the_target_are_awaited_whatever_the_default_backend_is(monkeypatch, awaited):
     # CPU devices stand in for those with memory of their own.
-    monkeypatch.setattr(executor, "_HOST_PLATFORMS", frozenset())
+    monkeypatch.setattr(buffers, "_HOST_PLATFORMS", frozenset())
     stored = {"a": values((8, 4)), "b": values((8,))}
     restored = ot.restore(checkpoint(stored), {"a": sharded((8, 4)), "b": np.zeros(8, np.float32)})
     assert any(array is restored["a"] for array in awaited)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,10 @@ from orbax_t5x.restoring.target_leaf import TargetLeaf, key_impl_of
 # XLA's CPU client adopts host buffers with this alignment and copies others.
 _ALIGNMENT = 64
 _BYTE = np.dtype(np.uint8)
+# Devices of these compute in the host's memory: an array takes its buffer over, and no transfer is under way.
+_HOST_PLATFORMS = frozenset({"cpu"})
+# Staging buffers have multiples of it, so that groups of small arrays take the same ones.
+_STAGING_UNIT = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +57,21 @@ class BufferLayout:
     read_shapes: tuple[tuple[int, ...], ...]
     asked: list[int] = dataclasses.field(default_factory=list[int])
 
-    def allocate(self, dtype: np.dtype) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    @property
+    def allocated_bytes(self) -> int:
+        """The bytes of the allocation, with what aligns it."""
+        return self.size + _ALIGNMENT
+
+    def allocate(self, dtype: np.dtype, memory: np.ndarray | None = None) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Allocates buffers of all boxes and of the boxes to read.
 
-        All is one allocation, which lives as long as the array that adopts it.
+        Without `memory`, all is one allocation, which lives as long as the array that adopts it.
         """
         if dtype.hasobject:
             outs = [empty_array(shape, dtype) for shape in self.shapes]
             return outs, outs
-        memory = empty_array((self.size + _ALIGNMENT,), _BYTE)
+        if memory is None:
+            memory = empty_array((self.size + _ALIGNMENT,), _BYTE)
         first = -memory.__array_interface__["data"][0] % _ALIGNMENT
         if len(self.boxes) == 1:
             outs = [memory[first : first + self.size].view(dtype).reshape(self.shapes[0])]
@@ -72,6 +83,37 @@ class BufferLayout:
         if self.read_boxes is self.boxes:
             return outs, outs
         return outs, [memory[first : first + self.size].view(dtype).reshape(self.read_shapes[0])]
+
+
+class StagingBuffers:
+    """Memory of arrays on their way to devices.
+
+    Used again when they have arrived: the kernel takes longer to make memory than to fill it. What is kept and in use
+    together is at most `limit` bytes, or a single buffer. The buffer that was given back last is taken first.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._held = 0
+        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> np.ndarray:
+        """Takes a buffer of at least `size` bytes."""
+        size = -(-size // _STAGING_UNIT) * _STAGING_UNIT
+        with self._lock:
+            for at in reversed(range(len(self._free))):
+                if self._free[at].size == size:
+                    return self._free.pop(at)
+            while self._free and self._held + size > self._limit:
+                self._held -= self._free.pop(0).size
+            self._held += size
+        return empty_array((size,), _BYTE)
+
+    def give(self, buffer: np.ndarray) -> None:
+        """Gives back a buffer that no transfer reads any more."""
+        with self._lock:
+            self._free.append(buffer)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -127,6 +169,22 @@ def layouts_of(entries: Iterable[PlanEntry]) -> list[BufferLayout]:
             layout = known[key] = layout_of(entry)
         layouts.append(layout)
     return layouts
+
+
+def has_transfers(entries: Iterable[PlanEntry]) -> bool:
+    """Tests if arrays are sent to devices with their own memory."""
+    leaves = {id(entry.leaf): entry.leaf for entry in entries}.values()
+    return any(_is_sent(leaf) for leaf in leaves if leaf is not None)
+
+
+def _is_sent(leaf: TargetLeaf) -> bool:
+    if leaf.is_on_host:
+        return False
+    if leaf.sharding is not None:
+        return not {device.platform for device in leaf.sharding.device_set} <= _HOST_PLATFORMS
+    untyped: Any = jax.config
+    device = untyped.jax_default_device
+    return (jax.default_backend() if device is None else getattr(device, "platform", device)) not in _HOST_PLATFORMS
 
 
 def make_values(entries: Sequence[PlanEntry], buffers: dict[str, list[np.ndarray]]) -> dict[str, Any]:

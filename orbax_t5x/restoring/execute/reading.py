@@ -1,4 +1,4 @@
-"""Fills the buffers of pieces."""
+"""Allocates the buffers of groups, and fills those of pieces."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from orbax_t5x.concurrency import run_in_pool
+from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.files.memory import naming_memory_errors
-from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, ValueLeaf
+from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, ValueLeaf, slices_within
+from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.lazy.read import LeafReads, read_all, read_all_blocking
-from orbax_t5x.restoring.execute.groups import Piece
+from orbax_t5x.restoring.execute.buffers import StagingBuffers, has_transfers, layouts_of
+from orbax_t5x.restoring.execute.groups import Group, Piece
 from orbax_t5x.restoring.plan import PlanEntry
 
 BufferedPiece = tuple[Piece, np.ndarray]
@@ -21,6 +25,54 @@ BufferedPiece = tuple[Piece, np.ndarray]
 
 _Action = Callable[[], None]
 BufferedStages = Sequence[Sequence[BufferedPiece]]
+
+
+class GroupBuffers(NamedTuple):
+    """Buffers of a group, and the reads that fill them.
+
+    Attributes:
+      buffers: of the shards of each entry, by its name.
+      bare: the reads of bare leaves.
+      stages: the pieces to read.
+      staging: the memory of those that go to devices, or None.
+    """
+
+    buffers: dict[str, list[np.ndarray]]
+    bare: list[LeafReads]
+    stages: list[list[BufferedPiece]]
+    staging: np.ndarray | None
+
+
+def allocate(group: Group, staging: StagingBuffers | None) -> GroupBuffers:
+    """Allocates the buffers of a group's shards."""
+    buffers: dict[str, list[np.ndarray]] = {}
+    outs: dict[str, list[np.ndarray]] = {}
+    layouts = dict(zip(group.entries, layouts_of(group.entries), strict=True))
+    memory = left = None
+    entry = group.entries[0]
+    try:
+        if staging is not None:
+            sent = [layouts[entry].allocated_bytes for entry in group.entries if has_transfers([entry])]
+            memory = left = staging.take(sum(sent)) if sent else None
+        for entry, layout in layouts.items():
+            assert entry.view is not None
+            own = None
+            if left is not None and has_transfers([entry]):
+                own, left = left[: layout.allocated_bytes], left[layout.allocated_bytes :]
+            buffers[entry.name], outs[entry.name] = layout.allocate(entry.view.node.dtype, own)
+    except (LimitExceededError, MemoryError) as error:
+        with naming_memory_errors(entry.leaves[0].path, entry.name):
+            raise error
+    bare = [(entry.leaves[0], list(map(Request, layouts[entry].read_boxes, outs[entry.name]))) for entry in group.bare]
+    stages: list[list[BufferedPiece]] = []
+    for pieces in group.stages:
+        stages.append([])
+        for piece in pieces:
+            out = outs[piece.entry.name][piece.box_index]
+            if out.shape != box_shape(piece.box):
+                out = out[slices_within(piece.box, layouts[piece.entry].read_boxes[piece.box_index])]
+            stages[-1].append((piece, out))
+    return GroupBuffers(buffers, bare, stages, memory)
 
 
 class Reader:
