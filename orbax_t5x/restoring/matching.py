@@ -25,6 +25,7 @@ from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.patterns.table import compile_pattern, pattern_text
+from orbax_t5x.trees.flat import parents
 
 _NOTHING_RESTORED = Fix.any_of(
     Fix("give transforms that lead from the checkpoint's names to the target's"),
@@ -298,6 +299,8 @@ class Matcher:
         fidelity = self.diagnostics.fidelity.get(name, "")
         value = None if self._fallback is None else self._fallback.leaves.get(name)
         may_fill = self._fillable is None or any(pattern.fullmatch(name) for pattern in self._fillable)
+        if self._fillable is None or not may_fill:
+            self._raise_broken_parent(name)
         if self._fallback is None or value is None or not may_fill:
             # The transform that should have made an explained one says why it could not.
             if name not in self.diagnostics.explained:
@@ -320,6 +323,14 @@ class Matcher:
             leaf=leaf,
             leaves=() if view is None else view.leaves(),
         )
+
+    def _raise_broken_parent(self, name: str) -> None:
+        """Raises the error of a broken item that may have had the leaf."""
+        for parent in parents(name):
+            if isinstance(value := self.state.get(parent), View):
+                for leaf in value.leaves():
+                    if leaf.error is not None:
+                        leaf.raise_error()
 
     def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: Fix) -> None:
         self.problems.append(Problem(kind, leaf, message, fix))

@@ -34,7 +34,7 @@ _MERGE = Fix.in_program(
     "restore from that"
 )
 # Of types that change no weight of the model, so that PEFT cannot merge them either.
-_OF_INPUTS = re.compile(r"(?:MULTITASK_)?PROMPT_TUNING|PREFIX_TUNING|P_TUNING|ADAPTION_PROMPT|CPT")
+_OF_INPUTS = re.compile(r"(?:MULTITASK_)?PROMPT_TUNING|PREFIX_TUNING|P_TUNING|ADAPTION_PROMPT|CPT|CARTRIDGE")
 _RUN_WITH_PEFT = Fix.in_program(
     "restore the base model alone, from its own file; these adapters are inputs of its layers and no weights, which "
     "nothing merges: run them with PEFT, or hand their arrays (ot.open_checkpoint(path).leaves) to a model that takes "

@@ -77,7 +77,7 @@ def test_what_is_not_known_is_refused_by_name_with_the_way_out(setting, named):
     assert "merge_and_unload" in str(caught.value.fix)
 
 
-@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"])
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CARTRIDGE"])
 def test_adapters_that_nothing_merges_have_another_way_out(kind):
     """PEFT has no `merge_and_unload` for prompts."""
     with pytest.raises(UnsupportedCheckpointError, match=kind) as caught:

@@ -45,7 +45,8 @@ def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     if is_directory or name.endswith(INDEX_SUFFIX):
         files = directory
     else:
-        parts_of(name, directory)
+        if "-of-" in name:
+            parts_of(name, directory)
         files, name = open_directory_of(path)
     opened = _TorchFiles(files, limits)
     if name.endswith(INDEX_SUFFIX):

@@ -64,7 +64,8 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
         directory, name = os.path.split(path)
         if name.endswith(INDEX_SUFFIX):
             return _open_model(path, directory, name, step, limits)
-        parts_of(name, files_at(directory))
+        if "-of-" in name:
+            parts_of(name, files_at(directory))
         files, file = open_directory_of(path)
         opened = _FlaxFiles(files, limits)
         opened.add_file(file)

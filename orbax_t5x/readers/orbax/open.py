@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -136,8 +137,10 @@ def _open_step(root: Files, limits: Limits, item: str | None) -> Checkpoint:
         _logger.warning("%s: the item %r is left out: its deletion was begun and not finished", root.path, deleted)
         names.remove(deleted)
     lost = lost_items(root.path, items_in(opened.step_metadata), names)
-    if item in lost or (item is None and lost):
-        raise _lost(root, lost[0] if item is None else item, names)
+    broken = {name: _lost(root, name, names) for name in lost if item in (None, name)}
+    for error in broken.values():
+        if item is not None or not names or isinstance(error, UnsafeCheckpointError):
+            raise error
     if item is not None:
         if item not in names:
             if item in subdirectories(root.path).outside:
@@ -146,7 +149,7 @@ def _open_step(root: Files, limits: Limits, item: str | None) -> Checkpoint:
                 f"no item {item!r} with arrays here; there is {_listed(names)}", path=root.path
             )
         prefixes = {item: ""}
-    elif len(names) == 1:
+    elif len(names) == 1 and not broken:
         prefixes = {names[0]: ""}
     elif names:
         if are_checkpoints(root.path, names):
@@ -158,7 +161,7 @@ def _open_step(root: Files, limits: Limits, item: str | None) -> Checkpoint:
         prefixes = {name: f"{name}/" for name in names}
     else:
         raise _no_items(root, opened.step_metadata)
-    return opened.checkpoint(prefixes, step=step_of_name(os.path.basename(root.path)), items=names)
+    return opened.checkpoint(prefixes, step=step_of_name(os.path.basename(root.path)), items=names, broken=broken)
 
 
 def _being_deleted(directory: str) -> CheckpointNotFoundError:
@@ -233,17 +236,22 @@ class _OrbaxOpening:
         self.step_metadata = read_step_metadata(root, limits)
 
     def checkpoint(
-        self, prefixes: Mapping[str, str], *, step: int | None, items: list[str] | None = None
+        self,
+        prefixes: Mapping[str, str],
+        *,
+        step: int | None,
+        items: list[str] | None = None,
+        broken: Mapping[str, CheckpointError] = MappingProxyType({}),
     ) -> Checkpoint:
-        """Opens items."""
+        """Opens items; a broken item is one broken leaf."""
         described = {}
-        broken: dict[str, CheckpointError] = {}
+        broken = {**broken}
         for item, prefix in prefixes.items():
             try:
                 described[item] = self._add_item(item, prefix)
             except (CorruptCheckpointError, UnsupportedCheckpointError) as error:
                 broken[item] = error
-                if len(broken) == len(prefixes):
+                if prefixes.keys() <= broken.keys():
                     raise
                 # The others open; a restore that wants this one fails.
                 for found in (self._leaves, self._empties):

@@ -39,7 +39,8 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
     directory = given if is_directory else files_at(os.path.dirname(path))
     name = "" if is_directory else os.path.basename(path)
     files = directory
-    parts_of(name, directory)
+    if "-of-" in name:
+        parts_of(name, directory)
     if given.is_link() and not is_directory and not name.endswith(INDEX_SUFFIX):
         files, name = open_directory_of(path)
     opened = _SafetensorsFiles(files, limits)
