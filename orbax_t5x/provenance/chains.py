@@ -1,4 +1,4 @@
-"""Describes a chain of transforms for a record: its digest, its rules as text, and whether it can change a value.
+"""Descriptions of a chain of transforms for a record.
 
 No class of transform is known here, only its methods `digest()` and `describe()` and its attribute `only_selects`.
 """
@@ -72,7 +72,7 @@ class ChainRecord:
 
     @property
     def only_selects(self) -> bool:
-        """Truth of this: no transform changes a leaf that it keeps, nor its name."""
+        """True if no transform changes a kept leaf or name."""
         return bool(self.steps) and all(step.only_selects for step in self.steps)
 
     def __bool__(self) -> bool:

@@ -1,4 +1,4 @@
-"""Decides which transforms are applied to a state: a pure function of its record, the transforms and the caller.
+"""Decisions about applying transforms, by the record of a state.
 
 A list of rules is a history: what a state's record says of the list decides, unless the caller answers with
 `is_resuming`.
@@ -50,7 +50,7 @@ _NEW_OR_SAME_RUN = Fix.any_of(
 
 @dataclasses.dataclass(frozen=True)
 class ResumeContext:
-    """Facts of a restore that a decision depends on, in addition to the record.
+    """Facts of a restore for a decision, beside the record.
 
     Attributes:
       chain: the transforms that are given.
@@ -99,7 +99,7 @@ class Decision:
 
 
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
-    """Decides whether transforms are applied; `record` is the source's lineage, or None."""
+    """Decides if transforms are applied, by the source's lineage."""
     lineage = record or ()
     if any(step.name for step in context.chain.steps):
         return _decide_by_version(lineage, context)
@@ -120,7 +120,7 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
 
 
 def _decide_by_version(lineage: Lineage, context: ResumeContext) -> Decision:
-    """Decides for migrations; a start's answer counts where the record leaves a question."""
+    """Decides for migrations; a start's answer fills gaps."""
     fits, chain = context.leads_to_target, context.chain
     asked = VersionQuestion(chain, lineage, None, context.source, context.format, fits)
     version = version_of(asked)
@@ -183,7 +183,7 @@ def _decide_by_answer(lineage: Lineage, context: ResumeContext, found: HistoryCo
 
 
 def _decide_to_apply(lineage: Lineage, context: ResumeContext) -> Decision:
-    """Applies the transforms; they are recorded where they match something, or where the caller said so."""
+    """Applies the transforms, and records them if they count."""
     if context.is_resuming is not None:
         return Decision(False, (*lineage, _entry(context)))
     without = lineage or (_entry(dataclasses.replace(context, chain=ChainRecord.of(()))),)
@@ -205,7 +205,7 @@ def _answers(found: HistoryComparison, context: ResumeContext) -> Fix:
 
 
 def _decide_unrecorded(lineage: Lineage, context: ResumeContext, what: str, fix: Fix) -> Decision:
-    """Decides a row that asks: a problem, but not for `convert`, nor for transforms that change no value."""
+    """Decides a row that asks."""
     if context.caller == "convert":
         return dataclasses.replace(_decide_to_apply(lineage, context), warning=f"{what}; the transforms are applied")
     if _changes_no_value(context):
@@ -236,7 +236,7 @@ def _already_applied(lineage: Lineage, before: str) -> str:
 
 
 def _side_by_side(recorded: Sequence[RecordedRule], chain: ChainRecord) -> list[str]:
-    """Lists the rules of both, in the order of the list, each with its state."""
+    """Lists the rules of both lists, each with its state."""
     rows: list[str] = []
     left, newest = list(enumerate(recorded)), -1
     for step in chain.steps:
@@ -268,7 +268,7 @@ def _is_part(rules: Sequence[Any], of: Sequence[Any]) -> bool:
 
 
 def _fix_of_difference(recorded: Sequence[RecordedRule], context: ResumeContext) -> Fix:
-    """Returns what to pass where rules of a list were inserted, removed, changed or moved."""
+    """Returns the fix for inserted, removed, changed or moved rules."""
     old, new = [rule.digest for rule in recorded], [step.digest for step in context.chain.steps]
     if _is_part(new, old):
         return Fix.setting("pass {} (the state has them and more: the run goes on)", is_resuming=True)
@@ -294,7 +294,7 @@ def _fix_of_difference(recorded: Sequence[RecordedRule], context: ResumeContext)
 
 
 def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
-    """Combines the decisions for several items, each of which has its own record."""
+    """Combines the decisions for several items."""
     first = next(iter(decisions.values()))
     if len(decisions) == 1:
         return first

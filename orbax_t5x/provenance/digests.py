@@ -35,7 +35,7 @@ _TRANSFORM_DIGITS = 32
 
 
 class NoDigestError(Exception):
-    """Error for a value without a digest: what it does cannot be told from outside."""
+    """Error for a value without a digest."""
 
 
 def chain_digest(chain: Sequence[Any]) -> str | None:
@@ -223,7 +223,7 @@ def _array(value: Any) -> dict[str, Any]:
 
 
 def _held(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
-    """Copies an array to the host, if all of it is held here."""
+    """Copies an array to the host, if it is addressable."""
     jax: Any = sys.modules.get("jax")  # no value is one of its arrays before it is imported
     if jax is not None and isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         if not (value.is_fully_addressable or value.is_fully_replicated):
@@ -239,7 +239,7 @@ def _held(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _take_bytes(nbytes: int) -> None:
-    """Takes bytes from what is left of the chain's limit."""
+    """Takes bytes from the chain's limit."""
     left = _bytes_left.get()
     if left is None or left[0] < nbytes:
         raise NoDigestError

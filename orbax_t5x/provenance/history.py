@@ -22,7 +22,7 @@ Relation = Literal["nothing recorded", "equal", "prefix", "apart", "differs", "u
 
 
 class RecordedRule(NamedTuple):
-    """A rule of a record; a migration has a name and its rules' digests."""
+    """A rule of a record; migrations have their rules' digests."""
 
     texts: tuple[str, ...]
     digest: str | None
@@ -75,7 +75,7 @@ class HistoryReading:
     is_sure: bool
 
     def rules(self) -> list[RecordedRule]:
-        """Lists the rules in the order in which they were applied."""
+        """Lists the rules in the order of application."""
         return [rule for segment in self.segments for rule in segment.rules]
 
 
@@ -174,7 +174,7 @@ def _matched(reading: HistoryReading, chain: ChainRecord) -> int | None:
 
 
 def _matched_in_order(segments: Iterable[Segment], chain: ChainRecord) -> int | None:
-    """Returns how many rules at a list's beginning are those of the segments in order, or None."""
+    """Counts a list's first rules that match all segments, or None."""
     position = 0
     for segment in segments:
         length = _length_of(segment, chain.part(position))
@@ -185,7 +185,7 @@ def _matched_in_order(segments: Iterable[Segment], chain: ChainRecord) -> int | 
 
 
 def _length_of(segment: Segment, chain: ChainRecord) -> int | None:
-    """Returns how many rules at a list's beginning are those of the segment, or None."""
+    """Counts a list's first rules that match the segment, or None."""
     if segment.whole is None:
         length = len(segment.rules)
         digests = [step.digest for step in chain.steps[:length]]
@@ -196,7 +196,7 @@ def _length_of(segment: Segment, chain: ChainRecord) -> int | None:
 
 
 def _found_in_order(segment: Segment, chain: ChainRecord, positions: Sequence[int]) -> set[int] | None:
-    """Returns the positions of a list that hold the segment's rules in order, or None."""
+    """Finds the positions of the segment's rules, or None."""
     found: set[int] = set()
     wanted = iter(segment.rules)
     rule = next(wanted, None)

@@ -1,4 +1,4 @@
-"""Records of the lineage of a state, under one key in the `custom_metadata` of an Orbax item's `_METADATA`:
+"""Records of the lineage of a state, in an Orbax item's `_METADATA` as `custom_metadata`:
 
     {"orbax_t5x": {
         "provenance": [                                    # oldest first; [] means that nothing was ever applied
@@ -55,7 +55,7 @@ def make_entry(
     is_resuming: bool | None = None,
     continues: bool = False,
 ) -> Entry:
-    """Makes the entry for one initialisation, the rest of a list, or one explicit answer (`is_resuming`)."""
+    """Makes the entry for an initialisation, a rest, or an answer."""
     several = isinstance(source, Mapping)
     entry: dict[str, Any] = {
         "source": {name: os.fspath(path) for name, path in source.items()} if several else os.fspath(source),
@@ -72,7 +72,7 @@ def make_entry(
 
 
 def extended_lineage(known: Lineage | None, given: Lineage | None) -> Lineage:
-    """Returns the lineage that a save records; `known` is that of the run so far, or None.
+    """Returns the lineage that a save records.
 
     Where the known one begins with `given`, the caller repeats what was passed at an earlier save, and what has been
     added since stays.
@@ -86,17 +86,17 @@ def extended_lineage(known: Lineage | None, given: Lineage | None) -> Lineage:
 
 
 def is_unrecorded(entry: Entry) -> bool:
-    """Tests whether the entry is of a save that did not know what was applied."""
+    """Tests for the entry of a save without knowledge."""
     return entry.get("unrecorded") is True
 
 
 def applied_rules(entry: Entry) -> tuple[str, ...]:
-    """Returns the rules of an entry as text; empty where nothing was applied."""
+    """Returns the rules of an entry as text, if any."""
     return tuple(entry.get("transforms") or ())
 
 
 def same_history(one: Lineage, other: Lineage) -> bool:
-    """Tests whether two lineages record the same transforms, whatever they were applied to.
+    """Tests if lineages record the same transforms.
 
     Entries that only answer "applied already" do not count: they changed no value.
     """
@@ -134,7 +134,7 @@ def to_metadata(
 
 
 def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None) -> Lineage | None:
-    """Returns the lineage in an item's `custom_metadata`, None without one; checked as by `checked_lineage`."""
+    """Returns the checked lineage in an item's `custom_metadata`, or None."""
     recorded = _own_record(metadata, path)
     partial = recorded.get("partial")
     if is_mapping(partial):
@@ -144,7 +144,7 @@ def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike
 
 
 def checked_lineage(entries: Any, *, path: str | os.PathLike[str] | None = None) -> Lineage:
-    """Returns entries that were read or passed; a CorruptCheckpointError if they have another form than ours."""
+    """Checks the form of entries that were read or passed."""
     if not is_sequence(entries):
         raise CorruptCheckpointError("the provenance record is not a list", path=path)
     for entry in entries:
@@ -185,7 +185,7 @@ def _is_entry_form(entry: Mapping[str, Any]) -> bool:
 
 
 def _are_steps(steps: Any, texts: Sequence[str]) -> bool:
-    """Tests whether steps, where there are any, are those of all texts."""
+    """Tests if steps, if any, cover all texts."""
     return steps is None or (
         is_sequence(steps)
         and all(is_mapping(one) and isinstance(one.get("digest", 0), str | None) for one in steps)
@@ -206,7 +206,7 @@ def _is_text_or_texts(value: Any) -> bool:
 
 
 def _own_record(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str] | None) -> Mapping[str, Any]:
-    """Returns our entry in the metadata of a checkpoint or in the `custom_metadata` of an item."""
+    """Returns our entry in metadata."""
     found: Any = metadata or {}
     if KEY not in found and isinstance(found.get("custom_metadata"), Mapping):
         found = found["custom_metadata"]
@@ -221,7 +221,7 @@ def _own_record(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str]
 def skipped_from_metadata(
     metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns name -> (shape, dtype name) of the leaves that were left out when the item was written."""
+    """Returns shapes and dtypes of left-out leaves, by name."""
     skipped = _own_record(metadata, path).get("skipped", {})
     if not is_mapping(skipped):
         raise CorruptCheckpointError("the record of skipped leaves is not a mapping", path=path)

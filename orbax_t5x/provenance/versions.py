@@ -1,4 +1,4 @@
-"""Decides which migrations a state has: by the names in its record, else by its leaves' names and shapes."""
+"""Decisions about a state's migrations, by record or leaves."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def version_of(question: VersionQuestion) -> MigratedState:
 
 
 def _by_leaves(question: VersionQuestion, first: int, *, has_plain: bool) -> MigratedState:
-    """Takes the only version whose remaining migrations lead to the target."""
+    """Finds the only version that leads to the target."""
     given = question.chain.steps[first:]
     counts, fits = range(len(given) + 1), question.leads_to_target
     if fits is None:
@@ -131,7 +131,7 @@ def _plain_question(plain: Sequence[RecordedRule], given: Sequence[RuleRecord]) 
 
 
 def _difference(recorded: Sequence[RecordedRule], given: Sequence[RuleRecord]) -> tuple[str, Fix]:
-    """Describes recorded migrations that are not the first of those given."""
+    """Describes recorded migrations that do not begin the list."""
     known, names = {rule.name: rule for rule in recorded}, [one.name for one in given]
     order = [name for name in known if name in names]
     rows: list[str] = []

@@ -1,4 +1,4 @@
-"""Executes a plan by several processes: what more than one of them needs is read by one and sent to the others.
+"""Execution of a plan by several processes.
 
 Each process reads first what it alone needs, then takes part in the broadcast. Checksums are verified by all together
 at the end. A process that fails tells the others, which would wait for it.
@@ -37,7 +37,10 @@ _COLUMNS = 6  # of a checksummed range in a message: leaf, start, stop, crc, str
 def execute_jointly(
     plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None
 ) -> tuple[dict[str, Any], RestoreReport]:
-    """Runs a plan on each process of a job, which all call it; see `execute_plan`."""
+    """Runs a plan on each process of a job.
+
+    All call it; see `execute_plan`.
+    """
     group = rendezvous_before_backend(plan.processes)
     with sending_heartbeats():
         if group.size == 1:
@@ -46,7 +49,7 @@ def execute_jointly(
 
 
 class _JointExecution(Execution):
-    """Execution of one plan, on one of several processes."""
+    """Execution of a plan on a process of several."""
 
     _is_joint = True
 
@@ -59,14 +62,14 @@ class _JointExecution(Execution):
         self._broadcast: Broadcast | None = None
 
     def _own_entries(self, entries: list[PlanEntry]) -> list[PlanEntry]:
-        """Compares the plans of all processes, and prepares the broadcast; returns the entries that are not sent."""
+        """Compares all plans; returns the entries that are not sent."""
         stores = compare_plans(self._plan, self._mode, self._group, self._path)
         if self._mode == "auto":
             return entries if max(stores) is StoreKind.LOCAL else self._prepare_broadcast(entries, stores)
         return self._prepare_broadcast(entries, None) if self._mode else entries
 
     def _prepare_broadcast(self, entries: Sequence[PlanEntry], stores: Stores | None) -> list[PlanEntry]:
-        """Schedules what several processes need; returns the entries that are read without it."""
+        """Schedules the broadcast; returns the entries read without it."""
         texts = [entry for entry in entries if is_text(entry) and (stores is None or stores.of(entry.leaves))]
         arrays = [entry for entry in entries if not is_text(entry)]
         local_texts = [entry for entry in entries if is_text(entry) and entry not in texts]
@@ -109,7 +112,7 @@ class _JointExecution(Execution):
         await asyncio.gather(*[leaf.check_for_all(self._stats) for leaf in self._leaves])
 
     async def _place_arrived(self, entry: PlanEntry, buffers: list[np.ndarray]) -> None:
-        """Makes the value of what a broadcast received; the broadcast goes on after a failure."""
+        """Makes a received value; failures do not stop the broadcast."""
         placed, error = await self._caller.run(self._place_or_error, entry, buffers)
         if error is not None:
             raise error
@@ -127,7 +130,10 @@ class _JointExecution(Execution):
     # -- checksums
 
     def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
-        """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
+        """Exchanges checksums with the other processes and compares.
+
+        The error of this process comes before theirs.
+        """
         try:
             ranges = gather_checksums(self._stats, self._leaves, self._group, error=error, path=self._path)
         except CheckpointError:
@@ -148,7 +154,7 @@ class _JointExecution(Execution):
         raise_together(error, self._group, self._path)
 
     async def _verify_rest(self, ranges: Callable[[Leaf], Sequence[ChecksummedRange]]) -> None:
-        """Compares checksums of what was read; leaves that this does not cover are read, some by each process."""
+        """Compares checksums; reads leaves that are not covered."""
         await self._verify(self._leaves, ranges, ReadStats("touched"))
         rest = [leaf for leaf, verified in self._verified.items() if verified is False]
         work_shares = balanced_shares(rest, _stored_bytes, self._group.size)

@@ -1,4 +1,4 @@
-"""Lineage of the source of a restore: as its checkpoint records it, and as the run's older steps complete it.
+"""Lineage of a restore's source, from its and older steps' records.
 
 `orbax_t5x.provenance.decision` decides from it whether transforms apply; here the decision is raised and logged.
 """
@@ -54,13 +54,13 @@ ANY_RESTORE = Caller()
 
 @dataclasses.dataclass(frozen=True)
 class SourceHistory:
-    """Records of open sources about the transforms that were applied before; several sources begin a new lineage."""
+    """Records of sources about transforms applied before."""
 
     sources: OpenSources
 
     @functools.cached_property
     def recorded(self) -> Records:
-        """The lineage in the metadata of each item of a checkpoint, by the item's name; "" for a single one."""
+        """The recorded lineage of each item by name; "" for a single item."""
         checkpoint = self.sources.single
         if checkpoint is None:
             return {"": None}
@@ -70,7 +70,7 @@ class SourceHistory:
         return {name: from_metadata(item, path=os.path.join(checkpoint.path, name)) for name, item in items.items()}
 
     def with_older_steps(self) -> Records:
-        """Returns the records, with `UNRECORDED` where one is missing that should be there.
+        """Returns the records, with `UNRECORDED` for a lost record.
 
         Reads the metadata of the run's older steps, and lists the item. Nothing is read for items that have a record.
         """
@@ -83,7 +83,7 @@ class SourceHistory:
         return {**self.recorded, **dict.fromkeys(older, (UNRECORDED,))}
 
     def with_older_steps_once(self) -> Records:
-        """Returns the same; of several processes of a job one reads for all."""
+        """Returns the same; a single process of a job reads."""
         if not jax.distributed.is_initialized():
             return self.with_older_steps()
         paths = [checkpoint.shared_path for checkpoint in self.sources.checkpoints.values()]
@@ -97,7 +97,7 @@ class SourceHistory:
         kind: CallerKind,
         leads_to_target: Callable[[Sequence[int], bool], bool] | None = None,
     ) -> Decision:
-        """Decides by records whether the transforms were applied already, and what lineage the restored state has.
+        """Decides if transforms were applied, and the new lineage.
 
         A RestorePlanError where only the caller can decide.
         """

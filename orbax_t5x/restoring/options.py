@@ -31,7 +31,7 @@ BroadcastMode = Literal["auto"] | bool
 
 
 class AnyProcesses(Protocol):
-    """`MultiprocessingOptions` of Orbax or of Orbax v1: the processes that make a call together."""
+    """`MultiprocessingOptions` of Orbax: the processes of a call."""
 
     primary_host: int | None
     active_processes: set[int] | None
@@ -91,7 +91,7 @@ def check_broadcast(broadcast: object) -> None:
 
 
 def check_processes(processes: object) -> None:
-    """Raises TypeError for what is neither None nor Orbax's `MultiprocessingOptions`."""
+    """Raises TypeError for other types than Orbax's `MultiprocessingOptions`."""
     if processes is not None and not hasattr(processes, "active_processes"):
         raise TypeError(f"multiprocessing_options={processes!r}: pass ocp.options.MultiprocessingOptions(…)")
 

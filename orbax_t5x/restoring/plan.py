@@ -149,7 +149,7 @@ def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def _record_read(report: RestoreReport) -> None:
-    """Records Orbax's metrics of a read, of which dashboards know the names."""
+    """Records Orbax's metrics of a read."""
     untyped: Any = jax
     if untyped.process_index() == 0:
         gbytes = (report.bytes_read + report.bytes_received) / 1024**3
@@ -230,7 +230,7 @@ Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
 
 
 class PlanMigrations(NamedTuple):
-    """Names of the migrations of a plan: those that the state has, and those that are applied."""
+    """Names of a plan's migrations, applied before and now."""
 
     before: tuple[str, ...]
     now: tuple[str, ...]

@@ -114,7 +114,7 @@ def plan_inputs(
 
 
 def leads_to_target(inputs: PlanInputs, skipped: Sequence[int], is_exact: bool) -> bool:
-    """Tests if transforms without the skipped ones lead to the target's names and shapes.
+    """Tests if transforms without the skipped names lead to the target.
 
     Without `is_exact` the options may permit missing and leftover leaves.
     """

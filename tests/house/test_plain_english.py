@@ -1,4 +1,4 @@
-"""Summaries of docstrings are short and name their things; the bounds of rooms only fall.
+"""Summaries of docstrings are short and name their things, in every room.
 
 A summary is the first paragraph. Its hard words stand for a noun that the reader has to find. Of comparable packages,
 zarr-python and Orbax have 0.5 in 100 words, zarr-indexing 1.3; their median summary has 8 to 10 words.
@@ -22,38 +22,8 @@ HARD = re.compile(r"\b(what|whatever|those|which|one|ones|none|whose|where|other
 WORD = re.compile(r"[A-Za-z']+")
 _CODE = re.compile(r"`[^`]*`")
 
-# Hard words in 100 and the median of words at most, by room. An edit lowers a number or moves a room to MENDED.
-BOUNDS: dict[str, tuple[float, float]] = {
-    "handlers": (0.6, 9),
-    "provenance": (4.0, 11),
-    "restoring": (2.1, 9),
-    "rules": (3.3, 10),
-}
-# Rooms in which each summary has at most MOST_WORDS; of hard words and of the median, MENDED_BOUNDS hold.
-MENDED = frozenset(
-    (
-        "cli",
-        "concurrency",
-        "doors",
-        "extras",
-        "files",
-        "integrations",
-        "lazy",
-        "mesh_tf",
-        "models",
-        "multihost",
-        "operations",
-        "optim",
-        "partitioning",
-        "readers",
-        "testing",
-        "text",
-        "transforms",
-        "trees",
-    )
-)
-MENDED_BOUNDS = (1.5, 10)
-MOST_WORDS = 12
+# Hard words in 100, the median of words, and the words of the longest summary, in each room.
+MOST_HARD, MOST_MEDIAN, MOST_WORDS = 1.5, 10, 12
 
 
 class Summary(NamedTuple):
@@ -108,23 +78,13 @@ def test_the_measure():
 ROOMS = by_room()
 
 
-def test_every_room_has_its_bounds():
-    assert {room for room, found in ROOMS.items() if found} == set(BOUNDS) | MENDED
-    assert not set(BOUNDS) & MENDED
-
-
 @pytest.mark.parametrize("room", sorted(ROOMS))
-def test_no_room_becomes_harder_to_read(room):
+def test_summaries_are_plain_and_short(room):
     hard, median = figures(ROOMS[room])
-    most_hard, most_median = BOUNDS.get(room, MENDED_BOUNDS)
     hardest = sorted(ROOMS[room], key=lambda one: (-one.hard_words, -one.words))[:5]
     shown = "\n".join(f"  {one.place}: {one.text}" for one in hardest)
-    assert hard <= most_hard and median <= most_median, (
+    assert hard <= MOST_HARD and median <= MOST_MEDIAN, (
         f"{room}: {hard:.2f} in 100, median {median:g}; hardest:\n{shown}"
     )
-
-
-@pytest.mark.parametrize("room", sorted(MENDED))
-def test_summaries_of_mended_rooms_are_short(room):
-    found = [f"{one.place}: {one.words} words: {one.text}" for one in ROOMS[room] if one.words > MOST_WORDS]
-    assert not found, "\n".join(found)
+    long = [f"{one.place}: {one.words} words: {one.text}" for one in ROOMS[room] if one.words > MOST_WORDS]
+    assert not long, "\n".join(long)

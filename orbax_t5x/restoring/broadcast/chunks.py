@@ -95,7 +95,7 @@ def divide(
 
 
 def join_neighbours(chunks: Iterable[DividedChunk], limit: int) -> Iterator[DividedChunk]:
-    """Joins small chunks of the same processes, neighbours in a file, up to `limit` bytes."""
+    """Joins small neighbouring chunks of the same processes up to `limit` bytes."""
     alike: dict[tuple[object, ...], list[tuple[tuple[str, int, bool], int, int, DividedChunk]]] = (
         collections.defaultdict(list)
     )

@@ -1,4 +1,4 @@
-"""Explains why a state dict does not fill a target: the one entry of this package, for a plan that has failed.
+"""Explanations of a failed plan: the entry of this package.
 
 Names of Hugging Face without the pack, a scanned target, `params/` against `target/`: each makes dozens of missing
 leaves, and each is one mistake. The hypotheses are asked in order for transforms, which are tried by matching again,
@@ -47,7 +47,7 @@ _is_pack = on_demand.function("orbax_t5x.rules.pack", "is_pack")
 
 
 class _TriedRemedy(NamedTuple):
-    """A remedy, the problems that it leaves, equally good remedies, and the count of leaves without a match before."""
+    """A remedy with the problems that it leaves, and equal remedies."""
 
     remedy: Remedy
     left: list[Problem]
@@ -56,7 +56,7 @@ class _TriedRemedy(NamedTuple):
 
 
 def explain_failure(inputs: PlanInputs, matcher: Matcher) -> list[Problem]:
-    """Returns everything that is wrong; the cause of most missing leaves comes first, with a fix that was tried.
+    """Returns all problems; the main cause comes first.
 
     Args:
       inputs: of the plan.
@@ -70,7 +70,7 @@ def explain_failure(inputs: PlanInputs, matcher: Matcher) -> list[Problem]:
 
 
 def _remedied(inputs: PlanInputs, found: Matcher) -> list[Problem] | None:
-    """Returns the problems with the best remedy, and before them the one that it solves; None without a remedy."""
+    """Returns the problems with the best remedy, or None."""
     matcher, is_added = _matched_before(inputs, found)
     best, found_by = _best_remedy(matcher, inputs, lambda matcher: matcher.unfilled), "name and shape"
     if best is None:
@@ -101,7 +101,7 @@ def _without_name(matcher: Matcher) -> list[str]:
 def _best_remedy(
     matcher: Matcher, inputs: PlanInputs, unfilled_of: Callable[[Matcher], list[str]]
 ) -> _TriedRemedy | None:
-    """Returns the remedy that leaves the fewest problems of those that fill most of the leaves of `unfilled_of`."""
+    """Returns the remedy that leaves the fewest problems."""
     unfilled = unfilled_of(matcher)
     unmatched = _unmatched(matcher, inputs)
     best: _TriedRemedy | None = None
@@ -133,7 +133,7 @@ def hypotheses(unmatched: UnmatchedLeaves) -> Iterator[Hypothesis]:
 
 
 def _matched_before(inputs: PlanInputs, found: Matcher) -> tuple[Matcher, bool]:
-    """Returns the matcher to start from, and whether a remedy is added to the transforms or replaces them.
+    """Returns the matcher to start from, and if a remedy is added.
 
     A `Translate` or a rule pack that knew no name at all is one that should not have been given.
     """
@@ -163,7 +163,7 @@ def _match_with(remedy: Remedy, matcher: Matcher, inputs: PlanInputs) -> Matcher
 
 
 def _problems_after(remedy: Remedy, after: Matcher, before: Matcher, inputs: PlanInputs) -> list[Problem] | None:
-    """Returns the problems that are left; after advice none that corrects or adds to rules that nobody has written."""
+    """Returns the problems left; advice corrects no unwritten rules."""
     if remedy.advice is None or remedy.source:
         return _problems(after, inputs)
     if len(after.diagnostics.problems) > len(before.diagnostics.problems):
@@ -172,7 +172,7 @@ def _problems_after(remedy: Remedy, after: Matcher, before: Matcher, inputs: Pla
 
 
 def _fills_most(before: Collection[str], after: Collection[str]) -> bool:
-    """Returns True if most of what was missing is there, and nothing that was there is missing.
+    """Tests if most missing leaves are filled, and no leaf is lost.
 
     An optimizer's state may be missing for another reason, such as that it was never saved.
     """
@@ -193,7 +193,7 @@ def _fix_of_remedy(remedy: Remedy, inputs: PlanInputs, *, is_added: bool) -> Fix
 
 
 def _adding(transforms: Sequence[Any], inputs: PlanInputs, way: Fix = _NOTHING_MORE) -> Fix:
-    """Returns the fix that adds transforms to those of the call, and sets the arguments of `way`, too.
+    """Returns the fix that adds a remedy to the call.
 
     To what `"auto"` found the transforms are written out.
     """
@@ -205,7 +205,7 @@ def _adding(transforms: Sequence[Any], inputs: PlanInputs, way: Fix = _NOTHING_M
 
 
 def _with_given(problem: Problem, inputs: PlanInputs) -> Problem:
-    """Returns a problem whose fix adds its transforms to those of the call."""
+    """Returns a problem with a fix that adds its transforms."""
     if problem.fix is None or not inputs.given:
         return problem
     ways = [_adding(way.transforms, inputs, way) if way.transforms else way for way in problem.fix.ways]
@@ -231,7 +231,7 @@ def _unmatched(matcher: Matcher, inputs: PlanInputs) -> UnmatchedLeaves:
 
 
 def _problems(matcher: Matcher, inputs: PlanInputs) -> list[Problem]:
-    """Returns the problems of the transforms and of the leaves that do not fit, and those that hypotheses explain."""
+    """Returns the problems of transforms, leaves and hypotheses."""
     unmatched = _unmatched(matcher, inputs)
     position = {one.name: at for at, one in enumerate(unmatched.missing)}
     found: list[Problem] = []

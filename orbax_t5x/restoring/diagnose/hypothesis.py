@@ -1,4 +1,4 @@
-"""Interface of the hypotheses that `explain` tries, in order, on a target and a state dict that do not match.
+"""Interface of the hypotheses that `explain` tries in order.
 
 A hypothesis proposes transforms, which are tried before a user sees them, or explains leaves without a counterpart in
 words. Only what the meaning of the names shows to be right is proposed as code that can be pasted.
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d[/.]")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnmatchedLeaves:
-    """Leaves of a target and of a state dict without a counterpart on the other side.
+    """Leaves of either side without a counterpart.
 
     Attributes:
       stored: the leaves that the transforms made, by name.
@@ -79,12 +79,12 @@ class UnmatchedLeaves:
 
     @functools.cached_property
     def wanted(self) -> dict[str, MissingLeaf]:
-        """The missing leaves whose values the checkpoint might have under another name."""
+        """The missing leaves that the checkpoint may hold under another name."""
         return {one.name: one for one in self.missing if not one.is_none and not one.is_reset}
 
     @functools.cached_property
     def likes(self) -> bool:
-        """True if a missing leaf has the shape of a free one."""
+        """True if a missing leaf has the shape of a free leaf."""
         return not {tuple(value.shape) for value in self.free.values()}.isdisjoint(self.unfilled_shapes.values())
 
     @property
@@ -99,7 +99,7 @@ class UnmatchedLeaves:
 
     @property
     def sized(self) -> bool:
-        """True if sizes may differ: a leaf has another shape, or names of the target have numbers."""
+        """True if a shape differs, or names of the target have numbers."""
         return bool(self.clashes) or (self.unexplained and any(map(_NUMBER.search, self.target.leaves)))
 
     @property
@@ -118,7 +118,7 @@ class UnmatchedLeaves:
 
 
 class Remedy(NamedTuple):
-    """Transforms that may fill most of the missing leaves, to run after those of the call; `reason` founds them.
+    """Transforms that may fill most missing leaves, with a `reason`.
 
     `advice` is the fix in words, where the names do not show that the transforms are right. With a `source` they run on
     its leaves, before the transforms of the call; with `is_first` on all leaves before these; with `is_instead` on all
@@ -134,21 +134,21 @@ class Remedy(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """A problem, and the names of the missing or leftover leaves that it explains."""
+    """A problem, and the names of the leaves that it explains."""
 
     problem: Problem
     names: Collection[str]
 
 
 class Hypothesis:
-    """One possible cause of missing and leftover leaves; subclasses are frozen dataclasses."""
+    """A possible cause of unmatched leaves, as a frozen dataclass."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterable[Remedy]:
         """Returns transforms to try, the likeliest first."""
         return ()
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterable[Explanation]:
-        """Returns problems in place of those that each leaf would make; equal ones are listed once."""
+        """Returns problems in place of each leaf's own, without repeats."""
         return ()
 
 
@@ -158,5 +158,5 @@ def as_template(text: str) -> str:
 
 
 def model_leaves(names: Collection[str]) -> list[str]:
-    """Returns the names that belong to no optimizer's state; all of them where only such are given."""
+    """Returns the model's names, or all names without a model."""
     return [name for name in names if not is_in_optimizer(name)] or list(names)

@@ -1,4 +1,4 @@
-"""Hypotheses on leaves of the checkpoint that are left over: parts that the target's model lacks, and other models."""
+"""Hypotheses on leftover leaves: other parts and other models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _pack_function = on_demand.function("orbax_t5x.rules.graph", "pack_function")
 
 @dataclasses.dataclass(frozen=True)
 class EncoderOnly(Hypothesis):
-    """Leftover leaves of a decoder, and of its output projection, for a target without a decoder."""
+    """Leftover leaves of a decoder, for a target without it."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         target = unmatched.target.leaves
@@ -51,7 +51,7 @@ class EncoderOnly(Hypothesis):
 
 @dataclasses.dataclass(frozen=True)
 class UnreadScales(Hypothesis):
-    """A leaf beside a quantized `X.weight` is left over that may multiply it, and the target takes `X.weight`."""
+    """A leftover leaf that may multiply a quantized weight."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         scales = scales_beside(unmatched.stored, unmatched.leftovers) if unmatched.takes_rules else []
@@ -69,7 +69,7 @@ class UnreadScales(Hypothesis):
 
 
 def _multiplied(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, str]]:
-    """Yields leftovers that may multiply a weight that is kept, whatever transforms call both now, and the weight."""
+    """Yields leftovers that may multiply a weight, with the weight."""
     first = {leaf: name for name, value in unmatched.source.items() for leaf in _leaf_count(value)}
     left = set(unmatched.leftovers)
     kept = {
@@ -86,7 +86,7 @@ def _multiplied(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class TiedLogits(Hypothesis):
-    """A leftover output projection: without it the target's model would compute other logits."""
+    """A leftover output projection, which would change the logits."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         head = [name for name in unmatched.leftovers if _HEAD.fullmatch(name)]
@@ -110,14 +110,14 @@ class TiedLogits(Hypothesis):
 
 
 def _packs_of(value: Any) -> list[str]:
-    """Returns the packs that make a leaf of Hugging Face's output projection; they name it anew."""
+    """Returns the packs that rename Hugging Face's output projection."""
     leaves = as_view(value).leaves() if isinstance(value, LazyArray) else ()
     return [pack for leaf in leaves for end, pack in _PACKS.items() if leaf.name.endswith(end)]
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherModels(Hypothesis):
-    """All that the target takes is below one prefix, as in a text encoder of a diffusion model's bundle."""
+    """Leaves below a prefix that the target does not take."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         prefix = _prefix_taken(unmatched) if unmatched.leftovers and unmatched.takes_rules else ""
@@ -137,7 +137,7 @@ class OtherModels(Hypothesis):
 
 
 def _prefix_taken(unmatched: UnmatchedLeaves) -> str:
-    """Returns the prefix that all leaves have which the target takes; empty where there is none."""
+    """Returns the common prefix of the matched leaves, or ""."""
     names = {leaf: name for name, value in unmatched.source.items() for leaf in _leaf_count(value)}
     taken = unmatched.target.leaves.keys() - set(unmatched.unfilled)
     found = [names[leaf] for name in taken for leaf in _leaf_count(unmatched.stored.get(name)) if leaf in names]

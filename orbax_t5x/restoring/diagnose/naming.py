@@ -61,7 +61,7 @@ Pair = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class OtherNames(Hypothesis):
-    """Another prefix or other parts in the names of all missing leaves, or a word in the name of one."""
+    """Another prefix, other parts, or another word in names."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         shapes = unmatched.unfilled_shapes
@@ -112,7 +112,7 @@ def _of_prefix(pairs: list[Pair]) -> Iterator[Remedy]:
 
 
 def _prefixes(pair: Pair) -> Pair:
-    """Cuts the parts at the end that two names share; empty without any."""
+    """Cuts the common parts at the end of two names."""
     parts = [name.split("/")[::-1] for name in pair]
     shared = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(*parts, strict=False)))
     if not shared:
@@ -122,7 +122,7 @@ def _prefixes(pair: Pair) -> Pair:
 
 
 def _is_nesting(theirs: str, ours: str) -> bool:
-    """Returns True if one prefix only has more around the same model: `encoder/` and `decoder/` are two modules."""
+    """Tests if a prefix only adds levels around the model."""
     one, other = ([part for part in prefix.split("/") if part and part not in _ROOTS] for prefix in (theirs, ours))
     more, fewer = (one, other) if len(one) > len(other) else (other, one)
     return more[len(more) - len(fewer) :] == fewer and not any(map(_is_one_layer, more))
@@ -153,7 +153,7 @@ def _of_parts(pairs: list[Pair]) -> Iterator[Remedy]:
 
 
 def _differing_parts(theirs: str, ours: str) -> list[Pair] | None:
-    """Returns the parts in which two names differ, or None for other numbers, slots or numbers of parts."""
+    """Returns the parts in which names differ, or None."""
     if theirs.count("/") != ours.count("/"):
         return None
     found: list[Pair] = []
@@ -177,7 +177,7 @@ def _rule(old: str, new: str) -> tuple[str, str]:
 
 
 def _is_abbreviated(one: str, other: str) -> bool:
-    """Returns True if the words of two parts are equal, or each is the other with letters left out."""
+    """Tests if words are equal, or abbreviate each other."""
     words = [_words(part) for part in (one, other)]
     if _LAYER_WORDS.issuperset(word for part in words for word in part if not word.isdecimal()):
         return True
@@ -199,7 +199,7 @@ def _is_short_for(short: str, long: str) -> bool:
 
 
 class SimilarNames:
-    """Look-up of leaves that no leaf of the target takes by leaves that nothing fills, with shape and dtype."""
+    """Look-up of free leaves by missing leaves."""
 
     def __init__(self, missing: Mapping[str, Any], free: Mapping[str, Any]):
         self._leaves = missing
@@ -232,13 +232,13 @@ def _by_key(leaves: Mapping[str, Any]) -> dict[Hashable, dict[str, Words]]:
 
 
 def _words(name: str) -> Words:
-    """Returns the words of a name in small letters, numbers without leading zeros."""
+    """Returns a name's words in small letters, numbers normalized."""
     found = _WORD.findall(name)
     return tuple([str(int(word)) if word.isdecimal() else word.lower() for word in found])
 
 
 def _key(name: str, leaf: Any, words: Words) -> Hashable:
-    """Returns what is equal in two leaves that may be one."""
+    """Returns the common key of leaves that may correspond."""
     numbers = tuple([word for word in words if word.isdecimal()])
     return tuple(leaf.shape), str(leaf.dtype), numbers, _words(name.rpartition("/")[2])
 
@@ -257,7 +257,7 @@ def _nearly_equal(one: Words, other: Words) -> bool:
 
 
 def _is_misspelt(one: str, other: str) -> bool:
-    """Returns True if one letter is missing, additional or another, or two neighbours are swapped."""
+    """Tests for a wrong letter, or two swapped neighbours."""
     if one.isdecimal() or min(len(one), len(other)) < _LEAST_MISSPELT or abs(len(one) - len(other)) > 1:
         return False
     short, long = sorted((one, other), key=len)

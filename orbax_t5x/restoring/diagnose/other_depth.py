@@ -1,4 +1,4 @@
-"""Hypotheses on the sizes of the model: it has another number of layers, or other feed-forward layers.
+"""Hypotheses on sizes: the number of layers, or their width.
 
 Layers have numbers in their names, or one dimension of several leaves counts them. `RepeatLayers` is proposed only
 where the names say that these are layers, and all leaves of a layer have the same shapes on both sides.
@@ -38,7 +38,7 @@ _PLAIN = ("not gated (mlp/wi)", "('relu',)")
 
 
 class _Tower(NamedTuple):
-    """Layers of which the two sides have different numbers.
+    """Layers with different numbers on the two sides.
 
     Attributes:
       before: the text of names before the layer's number, or the name of what holds leaves of all layers.
@@ -58,7 +58,7 @@ class _Tower(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the tower; empty for the only one of a model."""
+        """The tower's name; empty for a model with a single tower."""
         parts = [part for part in _CUT.split(_ROOT.sub("", self.before, count=1)) if part]
         if self.axis is None or (len(parts) > 1 and (is_layer_word(parts[-1]) or parts[-1] == parts[-2])):
             parts = parts[:-1]
@@ -71,7 +71,7 @@ class _Tower(NamedTuple):
         return re.compile(rf".*(?<![A-Za-z0-9]){rest}" + (r"(?P<i>\d+)[/.].*" if self.axis is None else ".*"))
 
     def has(self, name: str) -> bool:
-        """Reports whether a model's leaf, or a leaf of the optimizer for it, belongs to a layer of one side only."""
+        """Tests if a leaf belongs to a layer of a single side."""
         if self.axis is not None:
             return name.startswith(self.before) or (may_be_moment(name) and bool(self.in_optimizer.fullmatch(name)))
         match = _layer_of(name, self.before) or (self.in_optimizer.fullmatch(name) if may_be_moment(name) else None)
@@ -80,7 +80,7 @@ class _Tower(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OtherDepth(Hypothesis):
-    """Layers with numbers, and dimensions that count layers, of which the two sides have different numbers."""
+    """Numbered or counted layers, more on a side."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         towers = [*_numbered_towers(unmatched), *_stacked_changes(unmatched)]
@@ -113,7 +113,7 @@ class OtherFeedForward(Hypothesis):
 
 
 def _explained(towers: Sequence[_Tower], unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-    """Yields the one problem of towers that differ alike."""
+    """Yields a common problem of towers that differ alike."""
     _, old, new, is_named, is_certain, axis = towers[0]
     places = unmatched.clashes if axis is not None else [*unmatched.wanted, *unmatched.leftovers]
     names = [name for name in places if any(tower.has(name) for tower in towers)]
@@ -186,7 +186,7 @@ def _numbered_towers(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
 
 
 def _layer_shapes(shapes: Shapes) -> dict[str, dict[int, dict[str, tuple[int, ...]]]]:
-    """Returns text before a number -> number -> text after it -> shape, of a model's leaves."""
+    """Maps text before, number and text after to shapes."""
     found: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
     for name, shape in shapes.items():
         for match in _NUMBER.finditer(name) if not may_be_moment(name) else ():
@@ -199,7 +199,7 @@ def _layer_shapes(shapes: Shapes) -> dict[str, dict[int, dict[str, tuple[int, ..
 
 
 class _Change(NamedTuple):
-    """Change of one dimension's size."""
+    """Change of a dimension's size."""
 
     axis: int
     old: int
@@ -207,7 +207,7 @@ class _Change(NamedTuple):
 
 
 def _changes(unmatched: UnmatchedLeaves) -> dict[str, _Change]:
-    """Returns the changes of a model's leaves of which one dimension has another size."""
+    """Returns changes of leaves with a single changed dimension."""
     found: dict[str, _Change] = {}
     for name in unmatched.clashes:
         leaf, value = unmatched.target.leaves[name], unmatched.arrays.get(name)
@@ -253,7 +253,7 @@ def _by_value(changes: dict[str, _Change]) -> dict[_Change, list[str]]:
 
 
 def _directory(names: Iterable[str]) -> str:
-    """Returns the longest beginning of names, in whole parts; it ends with '/'."""
+    """Returns the names' longest common parts, with '/'."""
     first, *others = (name.split("/")[:-1] for name in names)
     for other in others:
         first = [one for at, one in enumerate(first) if other[: at + 1] == first[: at + 1]]
@@ -261,7 +261,7 @@ def _directory(names: Iterable[str]) -> str:
 
 
 def _widths(unmatched: UnmatchedLeaves, explained: Collection[str]) -> Iterator[Explanation]:
-    """Yields the problems of leaves that share a dimension of another size, without a transform.
+    """Yields problems of leaves with a common changed dimension.
 
     It is the width of a model, or the number of its layers: new elements of zeros would be dead weights.
     """

@@ -1,4 +1,4 @@
-"""Hypotheses on the layout: no rules, other rules, or a rule pack leads from the checkpoint's names to the target's."""
+"""Hypotheses on the layout: missing, other or needless rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _pack_to_t5x = on_demand.function("orbax_t5x.rules.graph", "pack_to_t5x")
 
 @dataclasses.dataclass(frozen=True)
 class NeedlessRules(Hypothesis):
-    """Transforms that take away the names of the target, such as `Translate` for a target in the bundle's own names."""
+    """Transforms that take away the target's names."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         if unmatched.transforms and any(name in unmatched.source for name in unmatched.unfilled):
@@ -37,7 +37,10 @@ class NeedlessRules(Hypothesis):
 
 @dataclasses.dataclass(frozen=True)
 class OtherPack(Hypothesis):
-    """A pack that `orbax_t5x.rules.infer` finds; `Translate` for a target too small a part of a model for that."""
+    """A pack that `orbax_t5x.rules.infer` finds.
+
+    It is `Translate` for a target too small a part of a model for that.
+    """
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         remedy = pack_remedy(unmatched.stored, unmatched.target.original)
@@ -66,7 +69,7 @@ def _is_rule(transform: Any) -> bool:
 
 
 def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
-    """Returns the pack that leads from the names of stored leaves to those of a target, or None."""
+    """Finds the pack from stored leaves to a target, or None."""
     pack = _find_pack(stored, target)
     if pack is None:
         return _aligned_pack(stored, target)
@@ -84,7 +87,7 @@ def _is_prefix_rule(part: Transform) -> bool:
 
 
 def _with_translate(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
-    """Returns the parts with the pack for Mesh TensorFlow's names under its other name."""
+    """Returns the parts with `Translate` in the pack's place."""
     return tuple([transforms.Translate() if _is_translation(part) else part for part in parts])
 
 
@@ -93,7 +96,7 @@ def _is_translation(part: Transform) -> bool:
 
 
 def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
-    """Returns a pack from known names and what aligns its result with a target that calls the same model otherwise."""
+    """Returns a pack and an alignment of its result."""
     kind = _find_layout(stored).kind
     if len(target) < _LEAST_ALIGNED or _pack_to_t5x(kind) is None:
         return None
@@ -116,7 +119,10 @@ def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class AlignedModel(Hypothesis):
-    """Rules that `"auto"` would find for the whole model: advice, since names alone do not show that they are right."""
+    """Rules of `"auto"` for the whole model, as advice.
+
+    Names alone do not show that they are right.
+    """
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         if unmatched.transforms or len(unmatched.missing) < _LEAST_ALIGNED:

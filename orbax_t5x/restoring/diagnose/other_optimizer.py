@@ -1,4 +1,4 @@
-"""Hypothesis: the target's optimizer is another one than the checkpoint's, or the checkpoint has none."""
+"""Hypothesis: the target's optimizer is another, or is missing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OtherOptimizer(Hypothesis):
 
 
 def _optimizer(leaves: Mapping[str, Any]) -> tuple[set[str], str]:
-    """Returns the names of an optimizer's leaves, and the optimizer as their owner."""
+    """Returns an optimizer's leaves, and its owner."""
     slots = SlotNames.among(leaves).slots(leaves)
     names = {name for name in leaves if name in slots or is_in_optimizer(name)}
     # Slots of parameters that a target lacks are known by their words only.

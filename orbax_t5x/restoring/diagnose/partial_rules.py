@@ -1,4 +1,4 @@
-"""Problem of rules that `"auto"` found for a part of the model, where the fallback would fill the rest in silence."""
+"""Problem of found rules for only a part of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_CODE = 600
 
 
 def partial_rules(plan: RestorePlan, rules: Sequence[AnyTransform]) -> list[Problem]:
-    """Returns the problem of found `rules` that leave parameters of the model to the fallback, if they do."""
+    """Returns the problem of parameters left to the fallback."""
     names = filled_parameters(plan)
     if not names:
         return []

@@ -1,4 +1,4 @@
-"""Hypotheses on several sources: nothing combines them, or transforms of their own are missing."""
+"""Hypotheses on several sources: uncombined or untransformed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orbax_t5x.transforms.run import run_on_leaves
 
 @dataclasses.dataclass(frozen=True)
 class SeveralSources(Hypothesis):
-    """Sources that fill the same leaves, which `Average` combines, or different ones, which `Overlay` does."""
+    """Sources to combine with `Average` or `Overlay`."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         rules: dict[str, tuple[OneSource, ...]] = {}
@@ -55,7 +55,7 @@ class SeveralSources(Hypothesis):
 
 
 def _advice(own_rules: list[OneSource], *ways: Transform) -> str:
-    """Returns the fix in words: the sources' own transforms, and ways to combine the sources."""
+    """Returns the fix in words: sources' transforms and combinations."""
     meanings = {Average: "for their mean", Overlay: "to take each leaf from the first that has it"}
     combine = ", or ".join(f"[{calls_code((way,))}] {meanings[type(way)]}" for way in ways)
     given = ", ".join(f"{rule.source!r}: ot.Source(path, [{calls_code(rule.steps)}])" for rule in own_rules)
@@ -72,14 +72,14 @@ def _transformed(
 
 
 def _filled_names(leaves: Mapping[str, Any], unmatched: UnmatchedLeaves) -> set[str]:
-    """Returns the unfilled names of the target for which there is a leaf of their shape."""
+    """Returns unfilled names with leaves of their shape."""
     shapes = unmatched.unfilled_shapes
     return {name for name, leaf in leaves.items() if name in shapes and tuple(leaf.shape) == shapes[name]}
 
 
 @dataclasses.dataclass(frozen=True)
 class BareSource(Hypothesis):
-    """A pack that leads from the names of one source to those of the target below the source's name."""
+    """A pack for a source, below the source's name."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         for source, leaves in unmatched.bare_sources.items():

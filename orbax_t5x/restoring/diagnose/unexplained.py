@@ -1,4 +1,4 @@
-"""Hypotheses on single leaves: no value on purpose, an array without a name, and leaves that nothing explains."""
+"""Hypotheses on single leaves, in the end unexplained leaves."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SingleArray(Hypothesis):
 
 @dataclasses.dataclass(frozen=True)
 class Unexplained(Hypothesis):
-    """Leaves that one side simply lacks; the closest names are listed for the first few."""
+    """Leaves that a side lacks, with close names."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         closest = ClosestNames(list(unmatched.free) or list(unmatched.stored))

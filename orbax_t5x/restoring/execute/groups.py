@@ -128,7 +128,7 @@ def _divided(pieces: Iterable[Piece], edge: int, axis: int) -> tuple[list[Piece]
 
 
 def _edges(pieces: Iterable[Piece], start: int, wanted: int, stop: int) -> list[int]:
-    """Returns rows at which to try a cut."""
+    """Returns rows for trying a cut."""
     leaves = {leaf for view in {piece.view for piece in pieces} for leaf in view.leaves()}
     edges = {wanted}
     for unit in {unit for leaf in leaves for unit in _units(leaf)}:

@@ -1,1 +1,1 @@
-"""Finding the mapping between two trees of one model that are called differently."""
+"""Mappings between differently named trees of one model."""

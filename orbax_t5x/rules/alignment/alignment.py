@@ -1,4 +1,4 @@
-"""Finds transforms between any two trees of one model by shapes and structure, and by names where these are equal."""
+"""Transforms between two trees of a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Leaves = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Alignment:
-    r"""The way from one tree of a model to another, as far as there is only one.
+    r"""The certain part of a way between two trees of a model.
 
     `print` shows the transforms as code to paste, each with its evidence.
 
@@ -57,16 +57,16 @@ class Alignment:
 
     @property
     def is_complete(self) -> bool:
-        """True if every parameter of the target has exactly one reading."""
+        """True if every parameter of the target has a single reading."""
         return not self.open
 
     @property
     def covered(self) -> int:
-        """Number of the target's parameters that have one reading."""
+        """Number of the target's parameters with a single reading."""
         return len(self._moves)
 
     def inverse(self) -> Alignment:
-        """Returns the way back; leaves of the source that the target lacks are open in it."""
+        """Returns the way back; leaves that the target lacks are open."""
         back = Moves({name: move.reversed() for move in self._moves.values() for name in move.sources})
         readings: dict[str, list[str]] = {}
         for name, found in self.open.items():
@@ -76,7 +76,7 @@ class Alignment:
         return _alignment(back, self._target, self._source)
 
     def folded(self) -> list[Folded]:
-        """Returns rows of open leaves and their readings, in which layers are one row."""
+        """Returns rows of open leaves and their readings, layers folded."""
         return fold([(name, listed(found, _SHOWN_READINGS, separator=" or ")) for name, found in self.open.items()])
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Alignment:
 
 
 def align(source_leaves: Any, target_leaves: Any, *, given: Mapping[str, str] | None = None) -> Alignment:
-    r"""Finds what maps a checkpoint's leaves to a target's, whatever both are called.
+    r"""Finds transforms from a checkpoint's names to a target's.
 
     Shapes, dtypes, the order of layers and the structure of the names decide; names where several leaves are alike.
     Names are replaced in part, given another prefix or separator, and renumbered; layers are stacked or unstacked;
@@ -128,12 +128,12 @@ def align(source_leaves: Any, target_leaves: Any, *, given: Mapping[str, str] | 
 def align_leaves(
     source: Leaves, target: Leaves, ours: Leaves, theirs: Leaves, given: Mapping[str, str] | None = None
 ) -> Alignment:
-    """Aligns some leaves, `ours` and `theirs`, of a checkpoint and a target; the others keep their names."""
+    """Aligns some leaves of a checkpoint and a target."""
     return _alignment(moves_between(ours, theirs, given=given), source, {**target, **theirs})
 
 
 def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
-    """Writes moves as transforms; those that these do not make are open."""
+    """Writes moves as transforms; the rest is open."""
     _open_occupied(moves, source)
     slots = SlotNames.among(source).slots(source)
     names = [name for name in source if name not in slots]
@@ -149,7 +149,7 @@ def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
 
 
 def _open_occupied(moves: Moves, source: Leaves) -> None:
-    """Opens moves to names that leaves without a move keep, so that transforms never give two leaves one name."""
+    """Opens moves to names of leaves that stay."""
     while True:
         moved = {name for move in moves.values() for name in move.sources}
         kept = {name for name in source if name not in moved}
@@ -167,7 +167,7 @@ def _open_occupied(moves: Moves, source: Leaves) -> None:
 
 
 def _states(transforms: Iterable[Transform], source: Leaves, target: Leaves) -> list[dict[str, Any]]:
-    """Returns what a source is before and after each transform, with symbols for arrays."""
+    """Returns symbols for arrays before and after each transform."""
     symbols = {name: symbol_for(name, leaf) for name, leaf in source.items()}
     states = [{name: source[name] if symbol is None else symbol for name, symbol in symbols.items()}]
     for transform in transforms:
@@ -176,7 +176,7 @@ def _states(transforms: Iterable[Transform], source: Leaves, target: Leaves) -> 
 
 
 def _is_made(result: Any, move: Move, leaf: Any) -> bool:
-    """Tests that a leaf is made of the leaves of its move, and has the shape that it has to have."""
+    """Tests that a leaf has the inputs and shape of its move."""
     if result is None or tuple(result.shape) != tuple(leaf.shape):
         return False
     return {one.name for one in symbols_of(result)} <= set(move.sources)

@@ -1,4 +1,4 @@
-"""Proofs that leaves of a source and a target are one; how they were found does not matter.
+"""Proofs that leaves of a source and a target correspond.
 
 A pair stands where names are equal, or where every other leaf that either may be is ruled out: by better names, by its
 own proven pair, by its layers, by how matrices lie, by the module around, or by its place in a module of one structure.
@@ -67,7 +67,7 @@ class Evidence:
             self._turns.setdefault(_key(source, target), set()).add(source.shape != target.shape)
 
     def turns(self, source: LeafKind, target: LeafKind) -> bool | None:
-        """Returns whether matrices of two kinds are transposed to each other; None where nothing shows it."""
+        """Tests if kinds are transposed to each other; None if unknown."""
         if not (source.is_matrix and target.is_matrix):
             return False
         if not target.is_square:
@@ -79,7 +79,10 @@ class Evidence:
         return False if is_same else None
 
     def _turns_of(self, source: LeafKind, target: LeafKind) -> set[bool]:
-        """Returns how other matrices of the kind lie; those outside of layers may be tables, which are never turned."""
+        """Finds how other matrices of the kind lie.
+
+        Leaves outside of layers may be tables, which are never turned.
+        """
         last, other, in_layers = _key(source, target)
         found = self._turns.get((last, other, in_layers))
         if found is None:
@@ -97,7 +100,7 @@ class Evidence:
         return any(shape != theirs.get(words, shape) == shape[::-1] for words, shape in ours.items())
 
     def is_possible(self, source: LeafKind, target: LeafKind) -> bool:
-        """Tests what no name can change: layers, known words, and how other matrices lie."""
+        """Tests layers, known words, and how other matrices lie."""
         if not self._sides.may_be_one(source, target):
             return False
         if not self._may_contradict and self._sides.contradict(source, target):
@@ -108,7 +111,7 @@ class Evidence:
         return True
 
     def nearness(self, source: LeafKind, target: LeafKind) -> float:
-        """Returns the share of the innermost modules with proven leaves that these share."""
+        """Returns the shared part of the innermost proven modules."""
         found = 0.0
         for side, (mine, their) in enumerate(((source, target), (target, source))):
             _, partners = self._around(mine, side)
@@ -117,7 +120,7 @@ class Evidence:
         return found
 
     def _around(self, kind: LeafKind, side: int) -> tuple[Template, list[LeafKind]]:
-        """Returns the innermost module with proven leaves around a leaf, and their partners."""
+        """Returns the innermost module with proven leaves, and their partners."""
         other = self.target_of if side == 0 else self.proven
         for at in range(len(kind.template) - 1, len(self._tree(side).root), -1):
             found = [other[one] for one in self._below[side].get(kind.template[:at], ()) if one is not kind]
@@ -131,7 +134,7 @@ class Evidence:
     # -- proofs
 
     def prove(self, pairs: Pairs) -> bool:
-        """Adds what can be proven of pairs, one after the other; returns whether anything was."""
+        """Proves pairs in turn; returns True if any was proven."""
         self._pairs = pairs
         self._sources = {source: target for target, source in pairs.items()}
         for tainted in self._tainted:
@@ -153,7 +156,7 @@ class Evidence:
         return len(self.proven) > before
 
     def _judged(self, source: LeafKind, target: LeafKind) -> tuple[str, str, list[LeafKind]]:
-        """Returns what proves a pair; or nothing, the reason, and what the target may be."""
+        """Returns the proof of a pair, or the reason and rivals."""
         is_turned = source.is_matrix and target.is_matrix and not target.is_square and source.shape != target.shape
         if is_turned and source.last == target.last and self._sides.is_alike:
             self._turns[_key(source, target)] = {True, False}
@@ -181,7 +184,7 @@ class Evidence:
         return RENAMING if is_named else STRUCTURE, "", []
 
     def _is_uneven(self, source: LeafKind, target: LeafKind) -> bool:
-        """Tests for other numbers of leaves of the shape in the layer, or outside of layers."""
+        """Tests for another number of such leaves in the layer."""
         counts = [
             sum(_layer_of(one) == _layer_of(kind) and one.places == kind.places for one in tree.by_bag[kind.bag])
             for tree, kind in ((self._sides.source, source), (self._sides.target, target))
@@ -194,7 +197,7 @@ class Evidence:
                 yield one
 
     def _is_better(self, one: tuple[LeafKind, LeafKind], other: tuple[LeafKind, LeafKind]) -> bool:
-        """Tests that names of a pair have more in common than those of another."""
+        """Tests that names of a pair have more in common."""
         if other[0].template == other[1].template:
             return False
         return one[0].template == one[1].template or self._sides.common(*one) > self._sides.common(*other)
@@ -203,7 +206,10 @@ class Evidence:
         return (self._pairs if side else self._sources).get(kind)
 
     def _better_rival(self, source: LeafKind, target: LeafKind) -> LeafKind | None:
-        """Returns a leaf whose name fits better, and that fits no better elsewhere; layers and turns do not count."""
+        """Finds a leaf with a better name and no better partner.
+
+        Layers and turns do not count.
+        """
         pair = source, target
         for side, (kind, other) in enumerate((pair, pair[::-1])):
             for one in self._tree(side).by_bag[kind.bag]:
@@ -218,19 +224,19 @@ class Evidence:
         return None
 
     def _is_moved(self, source: LeafKind, target: LeafKind) -> bool:
-        """Tests that both names have words that others keep, and the other name lacks."""
+        """Tests for words that other pairs keep and this pair loses."""
         ours, theirs = source.modules - target.modules, target.modules - source.modules
         return any(self._keeps(one, other) and self._keeps(other, one) for one in ours for other in theirs)
 
     def _keeps(self, word: str, other: str) -> bool:
-        """Tests for a proven pair of which both names have a word, and none the other word."""
+        """Tests for a proven pair that keeps the only shared word."""
         return self._kept[word] > 0 and any(
             word in one.words and word in its.words and other not in one.words and other not in its.words
             for its, one in self.proven.items()
         )
 
     def _is_beside_another(self, source: LeafKind, target: LeafKind) -> bool:
-        """Tests that leaves of both innermost modules are proven, and none has its counterpart in the other."""
+        """Tests that both innermost modules have other partners."""
         ours, theirs = (
             [one for one in below.get(kind.template[:-1], ()) if one.template[:-1] == kind.template[:-1]]
             for below, kind in zip(self._below, (source, target), strict=True)
@@ -240,7 +246,7 @@ class Evidence:
         return bool(ours and theirs) and not forth and not back
 
     def _is_ruled_out(self, kind: LeafKind, other: LeafKind, rival: LeafKind, side: int) -> bool:
-        """Tests that a rival of `kind`, which is of this side, is not its pair's."""
+        """Tests that a rival of this side is not its pair's."""
         pair, its = _ordered(kind, other, side), self._partner(rival, side)
         wrong = _ordered(rival, other, side)
         if rival in (self.target_of if side == 0 else self.proven) or self._is_better(pair, wrong):
@@ -250,7 +256,7 @@ class Evidence:
         return self._is_in_other_module(kind, other, rival, side) or self._has_other_place(kind, other, rival, side)
 
     def _is_in_other_module(self, kind: LeafKind, other: LeafKind, rival: LeafKind, side: int) -> bool:
-        """Tests that leaves around a leaf are proven to be in the module of its counterpart, and not of the rival."""
+        """Tests that proven neighbours exclude the rival's module."""
         module, partners = self._around(other, 1 - side)
         at = _shared(kind, rival)
         if not partners or any(_shared(one, kind) <= at for one in partners):
@@ -263,7 +269,7 @@ class Evidence:
         )
 
     def _has_other_place(self, kind: LeafKind, other: LeafKind, rival: LeafKind, side: int) -> bool:
-        """Tests that a module of both sides has both leaves in different places."""
+        """Tests that a proven module has both leaves elsewhere."""
         mine, theirs = self._tree(side).chain(kind), self._tree(1 - side).chain(other)
         places = dict(self._tree(side).chain(rival))
         for at, (node, _) in enumerate(mine):
@@ -274,7 +280,10 @@ class Evidence:
         return False
 
     def _telling(self, source: LeafKind, target: LeafKind) -> frozenset[str]:
-        """Returns words in common that name a module of a few; names that differ in the root have all of them."""
+        """Returns shared words that name a module of a few.
+
+        Names that differ in the root have all of them.
+        """
         roots = [tree.root for tree in (self._sides.source, self._sides.target)]
         cores = [
             tuple(map(meaning_of, kind.template[len(root) :]))
@@ -285,7 +294,7 @@ class Evidence:
         return (source.modules & target.modules) - frozenset(meaning_of(part) for root in roots for part in root)
 
     def _is_supported(self, source: LeafKind, target: LeafKind) -> bool:
-        """Tests that more than its shape speaks for a pair: the module around it, or names that all are other ones."""
+        """Tests for support by the module or by renamed names."""
         if any(_shared(one, source) > len(self._sides.source.root) for one in self._around(target, 1)[1]):
             return True
         of_all = frozenset.intersection(*[kind.words for kind in self._sides.source.kinds])
@@ -293,18 +302,18 @@ class Evidence:
 
 
 def _layer_of(kind: LeafKind) -> Template:
-    """Returns the parts of a name up to the number of its layer."""
+    """Returns the parts of a name up to its layer's number."""
     return kind.template[: len(kind.template) - kind.template[::-1].index(LAYER)] if kind.is_in_layers else ()
 
 
 def _is_called_the_same(one: LeafKind, other: LeafKind) -> bool:
-    """Tests that the innermost modules have one meaning."""
+    """Tests that the innermost modules have the same meaning."""
     ours, theirs = (features([part for part in kind.parts if is_of_module(part)][-1:], 1) for kind in (one, other))
     return not ours.isdisjoint(theirs)
 
 
 def _has_words_of(one: LeafKind, other: LeafKind) -> bool:
-    """Tests that the words of a leaf's module are all among the other's: a norm's and a final norm's."""
+    """Tests that a module's words are among the other's."""
     ours, theirs = (
         features(([part for part in kind.parts if is_of_module(part)] or kind.parts[:-1])[-1:], 2)
         for kind in (one, other)
@@ -317,7 +326,7 @@ def _ordered(kind: LeafKind, other: LeafKind, side: int) -> tuple[LeafKind, Leaf
 
 
 def _shared(one: LeafKind, other: LeafKind) -> int:
-    """Counts the parts that two names of one side begin with."""
+    """Counts the parts that two names begin with."""
     at = 0
     for part, its in zip(one.template, other.template, strict=False):
         if part != its:
@@ -327,12 +336,12 @@ def _shared(one: LeafKind, other: LeafKind) -> int:
 
 
 def _key(source: LeafKind, target: LeafKind) -> Key:
-    """Returns what matrices have in common that lie in one way."""
+    """Returns the common properties of matrices that lie alike."""
     return source.last, target.last, source.is_in_layers or target.is_in_layers
 
 
 def _turns_by_counts(sides: Sides) -> dict[Key, set[bool]]:
-    """Returns how matrices of one kind lie where there are as many of each shape in one way only."""
+    """Returns how matrices lie if counts of shapes decide."""
     found: dict[Key, set[bool]] = {}
     counts = [_counts(tree.kinds) for tree in (sides.source, sides.target)]
     for (last, in_layers), ours in counts[0].items():

@@ -11,7 +11,7 @@ _NUMBER = "{}"
 
 
 def given_pairs(given: Mapping[str, str], sides: Sides) -> dict[LeafKind, LeafKind]:
-    """Returns what answers say, of all layers: sources by targets.
+    """Returns sources by targets that answers name, in all layers.
 
     Raises:
       ValueError: a name is unknown, a pair has not one shape, or answers contradict each other.

@@ -1,4 +1,4 @@
-"""Leaves of both sides by kinds: one kind is the leaf of one name in all layers.
+"""Kinds of leaves: a kind is a leaf in all layers.
 
 Layers on an axis count as leaves of their own, if the other side has as many layers that are single leaves.
 """
@@ -29,7 +29,7 @@ Ranks = tuple[tuple[int, int], ...]
 
 
 class NamedLeaf(NamedTuple):
-    """A leaf, or one layer of it.
+    """A leaf, or a layer of it.
 
     Attributes:
       name: in its tree.
@@ -50,7 +50,7 @@ class NamedLeaf(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class LeafKind:
-    """The leaf of one name in all layers.
+    """The leaf of a name in all layers.
 
     Attributes:
       template: parts of the name, with a mark for a layer's number.
@@ -73,7 +73,7 @@ class LeafKind:
 
     @functools.cached_property
     def modules(self) -> frozenset[str]:
-        """The meanings of the parts that name modules; `b` is one but at the end."""
+        """The meanings of the parts that name modules."""
         return frozenset(
             meaning_of(part)
             for at, part in enumerate(self.parts)
@@ -107,7 +107,10 @@ class LeafKind:
 
 
 class Tree:
-    """Kinds of one side by the modules around them; modules with a single child count as the child."""
+    """Kinds of a side by the modules around them.
+
+    Modules with a single child count as the child.
+    """
 
     def __init__(self, kinds: Sequence[LeafKind]):
         self._below: dict[Template, dict[str, None]] = {}
@@ -136,14 +139,14 @@ class Tree:
         return found
 
     def bags(self, node: Template) -> collections.Counter[tuple[Any, ...]]:
-        """Counts the kinds of one shape in a module."""
+        """Counts the kinds of a shape in a module."""
         if node not in self._bags:
             inside = [kind.bag for kind in self.kinds if kind.template[: len(node)] == node]
             self._bags[node] = collections.Counter(inside)
         return self._bags[node]
 
     def chain(self, kind: LeafKind) -> list[tuple[Template, int]]:
-        """Returns the modules around a leaf, innermost first, with a number for the leaf's place in each."""
+        """Returns the modules around a leaf with the leaf's places, innermost first."""
         if kind not in self._chains:
             number = hash(("leaf", kind.bag))
             chain = [(kind.template, number)]
@@ -156,7 +159,7 @@ class Tree:
         return self._chains[kind]
 
     def _number(self, node: Template) -> int:
-        """Returns what is equal for modules of one structure."""
+        """Numbers modules by their structure."""
         if node not in self._numbers:
             found = sorted(
                 [self._number((*node, part)) for part in self._below.get(node, ())]
@@ -167,7 +170,7 @@ class Tree:
 
 
 class Sides:
-    """Kinds of a source and a target, with what their names and shapes have in common."""
+    """Kinds of a source and a target, and their similarities."""
 
     def __init__(self, ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]):
         sides, lists = _unrolled(ours, theirs)
@@ -194,7 +197,7 @@ class Sides:
         return self._contradictions[key]
 
     def may_be_one(self, one: LeafKind, other: LeafKind) -> bool:
-        """Tests layers and dimensions of two kinds of one bag."""
+        """Tests layers and dimensions of two kinds of a bag."""
         if one.is_matrix and other.is_matrix:
             return not one.places.isdisjoint(other.places)
         straight = [tuple(size for size in kind.shape if size != 1) for kind in (one, other)]
@@ -228,7 +231,7 @@ def _kinds(leaves: Sequence[NamedLeaf], forced: set[Path], other: set[tuple[Any,
 
 
 def _lists(leaves: Iterable[NamedLeaf]) -> dict[Path, dict[int, dict[Path, Shape]]]:
-    """Returns the modules by number that are beside each other, by the path before the number."""
+    """Returns numbered modules by the path before the number."""
     lists: dict[Path, dict[int, dict[Path, Shape]]] = {}
     for leaf in leaves:
         for at, key in enumerate(leaf.path):
@@ -238,7 +241,7 @@ def _lists(leaves: Iterable[NamedLeaf]) -> dict[Path, dict[int, dict[Path, Shape
 
 
 def _layers(leaves: Sequence[NamedLeaf], forced: set[Path]) -> dict[Path, list[int]]:
-    """Returns the numbers of layers by the path before them: modules beside each other with the same leaves."""
+    """Returns numbers of layers with equal leaves, by path."""
     beside: dict[Path, set[Any]] = {}
     lists = _lists(leaves)
     parents = {before[:-1] for before in lists if before}
@@ -274,7 +277,7 @@ def _are_layers(before: Path, modules: Mapping[int, Mapping[Path, Shape]], is_al
 
 
 def _is_chain(modules: Sequence[Mapping[Path, Shape]]) -> bool:
-    """Tests that each module takes what the one before gives, and that they are not all alike."""
+    """Tests that unlike modules take each other's outputs."""
     matrices = [[shape for shape in one.values() if len(shape) == 2] for one in modules]
     if any(len(one) != 1 for one in matrices) or len({one[0] for one in matrices}) < 2:
         return False
@@ -285,7 +288,7 @@ def _is_chain(modules: Sequence[Mapping[Path, Shape]]) -> bool:
 def _template(
     path: Path, layers: Mapping[Path, Sequence[int]], numbers: Mapping[Path, Sequence[int]]
 ) -> tuple[Template, Template, Ranks]:
-    """Returns the parts of a name with marks for layers, its words, and the layer's places in lists of several."""
+    """Returns the template of a name, its words, and its places."""
     parts: list[str] = []
     words: list[str] = []
     ranks: list[tuple[int, int]] = []
@@ -320,7 +323,7 @@ def _template(
 
 
 def _unrolled(ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]) -> tuple[list[list[NamedLeaf]], list[set[Path]]]:
-    """Returns both sides with single leaves for layers on an axis, and the lists that are these layers."""
+    """Returns both sides with layers on an axis as leaves."""
     sides, forced = [list(ours), list(theirs)], [set[Path](), set[Path]()]
     for one in (0, 1):
         many, few = sides[1 - one], sides[one]
@@ -337,7 +340,7 @@ def _unrolled(ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]) -> tuple[l
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """Leaves with one dimension for layers, or for blocks of several numbered layers with a rest of single ones.
+    """Leaves with a dimension for layers or for blocks of layers.
 
     Attributes:
       before: path before the layer's number.
@@ -378,7 +381,7 @@ class _Stack:
         ]
 
     def fits(self, modules: Mapping[int, Mapping[Path, Shape]]) -> int:
-        """Counts the leaves of which a list of modules has layers."""
+        """Counts the leaves with layers of a list of modules."""
         bags = {_bag(shape, "") for one in modules.values() for shape in one.values()}
         return sum(_bag(_without(leaf.shape, self.axis), "") in bags for leaf in self.leaves)
 
@@ -390,7 +393,7 @@ def _without(shape: Shape, axis: int) -> Shape:
 def _stacks(
     few: Sequence[NamedLeaf], many: Sequence[NamedLeaf], lists: Mapping[Path, Mapping[int, Mapping[Path, Shape]]]
 ) -> Iterator[_Stack]:
-    """Yields the largest modules of which all leaves have a dimension for as many layers as the other side has."""
+    """Yields the largest modules with a dimension for the other side's layers."""
     if not lists:
         return
     whole = {_bag(leaf.shape, "") for leaf in many}

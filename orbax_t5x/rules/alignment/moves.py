@@ -1,4 +1,4 @@
-"""Finds for each leaf of a target the leaves of a checkpoint that it can only mean."""
+"""Moves from a checkpoint's leaves to a target's, if certain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROUNDS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Move of one leaf, or of the leaves of all layers.
+    """Move of a leaf, or of the leaves of all layers.
 
     Attributes:
       sources: names of a leaf, or of each layer's.
@@ -49,7 +49,7 @@ class Move:
 
 
 class Moves(dict[str, Move]):
-    """Moves by the name of the target's leaf; `open` has the leaves without one, and what they may be.
+    """Moves by the target's names, and the open leaves.
 
     Attributes:
       why: by the target's leaf, what proves its move, or why it has none.
@@ -71,7 +71,7 @@ def moves_between(
     may_contradict: bool = False,
     given: Mapping[str, str] | None = None,
 ) -> Moves:
-    """Finds the moves between two sets of leaves by name, which have shapes and dtypes.
+    """Finds the moves between two sets of named leaves.
 
     With `may_contradict` guesses count, too: who permits contradictions asks about what is found.
     """
@@ -92,7 +92,7 @@ def moves_between(
 
 
 def _without_copies(source: Mapping[str, Any], target: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leaves out copies of the model, such as averages, that the target has no word for."""
+    """Drops copies, such as averages, unknown to the target."""
     words = {key for name in target for key in path_of(name) if isinstance(key, str)}
     below: dict[tuple[Any, ...], dict[tuple[Any, ...], str]] = {(): {}}
     for name in source:
@@ -152,7 +152,7 @@ def _written(
     source: Mapping[str, Any],
     target: Mapping[str, Any],
 ) -> Moves:
-    """Returns the moves of whole leaves; those of which a layer has no counterpart have none."""
+    """Returns the moves of leaves with a partner for each layer."""
     layers: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for count, tree in zip(layers, (sides.source, sides.target), strict=True):
         for name, _ in tree.kind_of:
@@ -199,7 +199,7 @@ def _written(
 def _items(
     source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool
 ) -> tuple[list[NamedLeaf], list[NamedLeaf]]:
-    """Returns the leaves of both sides; dtypes count where both sides have the same ones."""
+    """Returns the leaves of both sides; shared dtypes count."""
     dtypes = [{str(leaf.dtype) for leaf in side.values()} for side in (source, target)]
     is_exact = dtypes[0] == dtypes[1]
 
@@ -221,7 +221,7 @@ def _shape_of(leaf: Any) -> tuple[int, ...]:
 
 
 def _dtype_kind(dtype: Any) -> str:
-    """Returns the kind of a dtype: values of one kind are cast into one another."""
+    """Returns the kind of a dtype; casts stay within a kind."""
     for kind in (jnp.floating, jnp.integer, jnp.bool_):
         if jnp.issubdtype(dtype, kind):
             return kind.__name__

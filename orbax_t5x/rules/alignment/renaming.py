@@ -24,7 +24,7 @@ Rule = tuple[str, str]
 
 
 class _Substitution(NamedTuple):
-    """Parts in place of others.
+    """Parts in place of other parts.
 
     Attributes:
       old, new: the parts, with those beside them that tell them from the same parts of other names.
@@ -54,7 +54,7 @@ class _Substitution(NamedTuple):
 
 
 def _with_groups(text: str, first: int) -> tuple[str, str, int]:
-    """Returns a text with marks as a pattern and as a replacement, and the number of the next group."""
+    """Returns a text's pattern, replacement and next group."""
     pattern, replacement, group = "", "", first
     for at, piece in enumerate(text.split(_MARK)):
         if at:
@@ -65,7 +65,7 @@ def _with_groups(text: str, first: int) -> tuple[str, str, int]:
 
 @dataclasses.dataclass
 class _Kind:
-    """Names that differ only in numbers, with what becomes of them.
+    """Names that differ only in numbers, with their changes.
 
     Attributes:
       name: one of them, as it is by now.
@@ -80,7 +80,7 @@ class _Kind:
     done: list[bool]
 
     def current(self, which: Sequence[int] | None = None, replaced: int | None = None) -> Parts:
-        """Returns the parts of some chunks by now, with marks; `replaced`: a chunk that counts as replaced."""
+        """Returns the present parts of some chunks, with marks."""
         which = range(len(self.chunks)) if which is None else which
         return tuple(part for at in which for part in self.chunks[at][self.done[at] or at == replaced])
 
@@ -91,7 +91,7 @@ class _Kind:
 
 
 def rename_rules(names: Mapping[str, str], others: Collection[str]) -> list[Rename]:
-    """Returns transforms that rename leaves, by old name, and leave others as they are."""
+    """Returns transforms that rename leaves and keep the rest."""
     changed = {old: new for old, new in names.items() if old != new}
     if not changed:
         return []
@@ -131,7 +131,7 @@ def _is_right(renames: Iterable[Rename], changed: Mapping[str, str], fixed: Coll
 
 
 def _separators(changed: Mapping[str, str], fixed: Collection[str]) -> tuple[str, str] | None:
-    """Returns the separator of the old names and that of the new ones, where these are '.' and '/' or the reverse."""
+    """Returns the separators of old and new names, '.' and '/'."""
     for one, other in ((".", "/"), ("/", ".")):
         if not any(other in name for name in changed) and not any(one in name for name in changed.values()):
             if any(one in name for name in changed) and any(other in name for name in changed.values()):
@@ -174,7 +174,7 @@ def _by_parts(changed: Mapping[str, str], fixed: Collection[str]) -> list[Rename
 
 
 def _template(old: str, new: str) -> tuple[str, str]:
-    """Returns both names with marks in place of the numbers that the new one has from the old one."""
+    """Returns both names with marks for their common numbers."""
     numbers, wanted = _NUMBER.findall(old), _NUMBER.findall(new)
     carried: list[int] = []
     for number in wanted:
@@ -188,7 +188,7 @@ def _template(old: str, new: str) -> tuple[str, str]:
 
 
 def _ends(names: Iterable[str]) -> tuple[Parts, Parts]:
-    """Returns the parts that all of several names begin and end with, without any of one whole name."""
+    """Returns the parts that all names begin and end with."""
     every = [tuple(name.split("/")) for name in names]
     # Numbers are part of the names.
     most = min(len(parts) for parts in every) - 1
@@ -220,7 +220,7 @@ def _changed_parts(old: Parts, new: Parts) -> Iterator[tuple[Parts, Parts]]:
 
 
 def _split_at_change(old: Parts, new: Parts) -> Iterator[tuple[Parts, Parts]]:
-    """Splits parts and what takes their place where parts are as many, or have the same number in them."""
+    """Splits parts and their replacements at common places."""
     marked = [next((at for at, part in enumerate(parts) if _MARK in part), len(parts)) for parts in (old, new)]
     same = min(marked)
     if len(old) == len(new):
@@ -237,7 +237,7 @@ def _split_at_change(old: Parts, new: Parts) -> Iterator[tuple[Parts, Parts]]:
 
 
 def _substitutions(kinds: list[_Kind]) -> list[_Substitution]:
-    """Returns substitutions to try: those that most kinds of names need first, and with context after those without."""
+    """Returns substitutions to try, the most frequent first."""
     found: dict[tuple[int, _Substitution], int] = {}
     for kind in kinds:
         for at, (old, new) in enumerate(kind.chunks):
@@ -256,7 +256,7 @@ def _substitutions(kinds: list[_Kind]) -> list[_Substitution]:
 
 
 def _next_substitution(kinds: list[_Kind], fixed: Collection[str]) -> tuple[_Substitution, dict[int, int]] | None:
-    """Returns the first substitution that changes names only as they are to be changed, with the chunks replaced."""
+    """Returns the first harmless substitution, with its chunks."""
     for substitution in _substitutions(kinds):
         hit = _hit(substitution, kinds, fixed)
         if hit is not None:
@@ -265,7 +265,7 @@ def _next_substitution(kinds: list[_Kind], fixed: Collection[str]) -> tuple[_Sub
 
 
 def _hit(substitution: _Substitution, kinds: list[_Kind], fixed: Collection[str]) -> dict[int, int] | None:
-    """Returns the chunk that a substitution replaces in each kind; None where it changes a name in another way."""
+    """Returns the replaced chunk of each kind, or None."""
     pattern, new = substitution.rule()
     regex = re.compile(pattern)
     hit: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Proposes which kinds of leaves of two sides are one, by names, structure and what is proven of the leaves beside.
+"""Proposals of pairs by names, structure and proven neighbours.
 
 Nothing here proves anything: a pair is the best guess of both of its leaves, and no other is as good.
 """
@@ -16,7 +16,7 @@ MOST_RIVALS = 128
 
 
 def proposals(sides: Sides, evidence: Evidence) -> dict[LeafKind, LeafKind]:
-    """Returns sources by targets, those proven first."""
+    """Returns sources by targets, proven pairs first."""
     found = dict(evidence.proven)
     scores: dict[LeafKind, dict[LeafKind, float]] = {}
     for target in sides.target.kinds:

@@ -1,4 +1,4 @@
-"""Words of names: their paths, and the words that many projects have for one module.
+"""Words of names, and their usual meanings in many projects.
 
 A path has no separators: `decoder.layers_3.wi_0` and `decoder/layers/3/wi/0` have one. Words count only where shapes
 and structure leave several readings.
@@ -103,7 +103,10 @@ def _known_words() -> dict[str, dict[str, frozenset[str]]]:
 
 
 def path_of(name: str, *, is_flat: bool = False) -> Path:
-    """Returns the path of a name; `is_flat`: words that `_` joins are parts of their own."""
+    """Returns the path of a name.
+
+    With `is_flat`, words that `_` joins are parts of their own.
+    """
     keys: list[Key] = []
     for part in _PARTS.split(name):
         for at, text in enumerate(_NUMBER.split(part)):
@@ -123,14 +126,14 @@ def is_flat(names: Iterable[str]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def words_of(part: str) -> tuple[str, ...]:
-    """Returns the words of a part in small letters, short ones written out."""
+    """Returns a part's words in small letters, written out."""
     text = "_".join([_SHORT.get(word, word) for word in map(str.lower, _WORD.findall(part))])
     return tuple(_NORMS.sub("norm", text).split("_"))
 
 
 @functools.lru_cache(maxsize=4096)
 def _single_words(part: str) -> tuple[str, ...]:
-    """Returns the words of a part; what is before or after something is another thing."""
+    """Returns the words of a part."""
     found: list[str] = []
     for word in words_of(part):
         if found and found[-1] in _BESIDE:
@@ -146,28 +149,28 @@ def _written_out(part: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def meanings(part: str) -> Mapping[str, frozenset[str]]:
-    """Returns the meanings of a part by category; empty where it is none of the usual words."""
+    """Returns the meanings of a part by category, if any."""
     return _known_words().get(_written_out(part), {})
 
 
 def meaning_of(part: str) -> str:
-    """Returns the meaning of a part as text, or the part itself in small letters."""
+    """Returns a part's meaning, or the part in small letters."""
     known = [f"{category}:{'|'.join(sorted(words))}" for category, words in meanings(part).items()]
     return " ".join(known) or _written_out(part)
 
 
 def says_little(part: str) -> bool:
-    """Reports whether a part is what projects call a module's only array: `kernel`, `weight`, `scale`."""
+    """Tests for usual names of a module's only array."""
     return not _ARRAYS.isdisjoint(meanings(part).get("kind", ()))
 
 
 def is_of_module(part: str) -> bool:
-    """Reports whether a part may name a module, which words for arrays, layers and whole models do not."""
+    """Tests if a part may name a module."""
     return not says_little(part) and meaning_of(part) not in _OF_ANY_MODEL and part not in _OF_ANY_MODEL
 
 
 def contradict(ours: Sequence[str], theirs: Sequence[str]) -> bool:
-    """Reports whether two modules with these parts of their names are known to be different ones."""
+    """Tests if two parts name modules known to be different."""
     one, other = _by_category(ours), _by_category(theirs)
     return any(one[category].isdisjoint(other[category]) for category in one.keys() & other.keys())
 
@@ -181,7 +184,7 @@ def _by_category(parts: Iterable[str]) -> dict[str, frozenset[str]]:
 
 
 def features(parts: Iterable[str], tier: int) -> frozenset[str]:
-    """Returns what two modules of equal shape may have in common: parts, their meanings, or single words."""
+    """Returns parts, meanings or words that modules may share."""
     parts = frozenset(parts)
     if tier == 0:
         return parts

@@ -15,7 +15,7 @@ _BETWEEN = "/_.-"
 
 
 class _Layers(NamedTuple):
-    """Names of the leaves of all layers: what is before and after the number, and the numbers as text."""
+    """Names of a leaf in all layers, split at the number."""
 
     before: str
     numbers: tuple[str, ...]
@@ -34,27 +34,27 @@ class _Layers(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The number of layers in a block of which these have one place; 1 without blocks."""
+        """The number of layers in a block; 1 without blocks."""
         first, *others = map(int, self.numbers)
         return others[0] - first if others and first < others[0] - first else 1
 
     @property
     def in_block(self) -> str:
-        """The name of the leaf of one place in all blocks before its own name is given to it."""
+        """The temporary name of a leaf in all blocks."""
         return f"{self.before}block_{int(self.numbers[0])}{self.after}"
 
     @property
     def joined(self) -> str:
-        """The name of the stacked leaf before its own name is given to it."""
+        """The temporary name of the stacked leaf."""
         return self.stem + self.after
 
     def name(self, number: int) -> str:
-        """Returns the name of a layer's leaf where the numbers begin with 0."""
+        """Returns the name of a layer's leaf, counted from 0."""
         return f"{self.before}{number}{self.after}"
 
     @property
     def format(self) -> str | None:
-        """The field for the numbers of `UnstackLayers`; None where they do not begin with 0."""
+        """The field for numbers in `UnstackLayers`, or None."""
         width = len(self.numbers[0])
         for field in ("i", f"i:0{width}d"):
             if all(text == f"{{{field}}}".format(i=at) for at, text in enumerate(self.numbers)):
@@ -63,7 +63,7 @@ class _Layers(NamedTuple):
 
 
 def _split_at_layer(names: Sequence[str]) -> _Layers:
-    """Splits the names of one leaf in all layers at the number in which they differ."""
+    """Splits a leaf's names at the layer's number."""
     found = [list(_NUMBER.finditer(name)) for name in names]
     at = next((at for at, numbers in enumerate(zip(*found, strict=False)) if len({n[0] for n in numbers}) > 1), 0)
     match = found[0][at]
@@ -149,7 +149,10 @@ def moves_as_transforms(
 
 
 def _in_place(moves: Sequence[Move], names: Collection[str], *, is_first: bool) -> list[Transform]:
-    """Returns what transposes and reshapes: by the source's names, but by the target's where layers are unstacked."""
+    """Returns the transposes and reshapes of moves.
+
+    They go by the source's names, or by the target's if layers are unstacked.
+    """
     is_late = any((move.turns or move.shapes) and move.axis is not None and not move.stacks for move in moves)
     those = [move for move in moves if (move.stacks or (move.axis is None and not is_late)) == is_first]
     turned = [name for move in those if move.turns for name in (move.sources if is_first else move.targets)]
@@ -164,7 +167,7 @@ def _in_place(moves: Sequence[Move], names: Collection[str], *, is_first: bool) 
 def _block_steps(
     blocks: Mapping[tuple[int, bool, int, str], Sequence[_Layers]], *, stacks: bool
 ) -> Iterator[Transform]:
-    """Yields the transforms between layers and blocks of several, of which each place is stacked by itself."""
+    """Yields the transforms between layers and blocks of layers."""
     for (axis, is_stack, step, before), found in blocks.items():
         afters = f"({_alternatives({one.after for one in found})})"
         if is_stack and stacks:
@@ -186,7 +189,7 @@ def _alternatives(texts: Iterable[str]) -> str:
 
 
 def _separable(towers: Mapping[str, list[_Layers]], others: Collection[str]) -> list[dict[str, list[_Layers]]]:
-    """Returns all towers, or each by itself where their leaves differ and other names are among them."""
+    """Returns all towers together, or each tower."""
     ends = {frozenset(one.after for one in all_) for all_ in towers.values()}
     if len(ends) == 1 or not any(name.startswith(tuple(towers)) for name in others):
         return [dict(towers)]
@@ -194,7 +197,7 @@ def _separable(towers: Mapping[str, list[_Layers]], others: Collection[str]) -> 
 
 
 def _rest(towers: Mapping[str, Sequence[_Layers]], others: Collection[str]) -> str:
-    """Returns the pattern of what follows the layers' number: anything, unless that takes other names, too."""
+    """Returns the pattern for the rest of a layer's name."""
     stems = tuple(towers)
     if not any(name.startswith(stems) for name in others):
         return "(.*)"
