@@ -55,7 +55,7 @@ def step_directory(manager: ocp.CheckpointManager, step: int) -> epath.Path:
 
 
 def processes_of(manager: ocp.CheckpointManager) -> ocp.options.MultiprocessingOptions:
-    """Returns a manager's options of the processes that call it together; its public properties lack them."""
+    """Returns a manager's options of processes, which it keeps private."""
     return manager._multiprocessing_options
 
 

@@ -92,7 +92,7 @@ class RestoredHistory:
         return records.extended_lineage(known, checked)
 
     def note_saved(self, directory: epath.Path, lineage: Sequence[Mapping[str, Any]], *, is_given: bool) -> None:
-        """Notes a save: the root's newest step has the record after a given or an unknown lineage."""
+        """Notes a save, so that the root's newest step has a record."""
         if not is_given and tuple(lineage) != (records.UNRECORDED,):
             return
         item = _item_name(directory)

@@ -1,4 +1,4 @@
-"""Records of the lineage of a state, in an Orbax item's `_METADATA` as `custom_metadata`:
+"""Records of a state's lineage in an Orbax item's `_METADATA`, as `custom_metadata`:
 
     {"orbax_t5x": {
         "provenance": [                                    # oldest first; [] means that nothing was ever applied

@@ -57,7 +57,7 @@ def trainer_step(directory: str) -> int | None:
 
 
 def parts_of(name: str, files: Files) -> list[str]:
-    """Lists all files of a part's model, or the name of a whole file.
+    """Lists the files of a part's model, or the whole file.
 
     Raises:
       CorruptCheckpointError: a part is missing.

@@ -52,7 +52,7 @@ class _StepDirectory(NamedTuple):
 
 
 def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
-    """Finds the step of an item's directory, finished or not, or returns None."""
+    """Finds the step of an item's directory, or returns None."""
     if url_scheme(os.fspath(directory)) in ("http", "https"):
         return None  # read-only URLs belong to no run
     path = epath.Path(os.fspath(directory))
@@ -70,7 +70,7 @@ def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
 
 
 def newest_lineage(item: StepItem, *, is_older: bool = False) -> Lineage | None:
-    """Returns the lineage of the newest other finished step, or None without a record.
+    """Returns the lineage of the newest other finished step, or None.
 
     It is unrecorded if only an older step has a record; `is_older` looks at earlier steps only.
     """

@@ -170,7 +170,7 @@ def _same_layout(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePa
 
 
 def slots_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Transform, ...]:
-    """Returns the conversion between T5X's and Optax's Adafactor, if both sides have these."""
+    """Returns the conversion between T5X's and Optax's Adafactor, or None."""
     have, want = (
         {name: tuple(leaf.shape) for name, leaf in side.items() if hasattr(leaf, "shape")} for side in (source, target)
     )

@@ -122,5 +122,5 @@ def writes_directories(context: v1.Context) -> bool:
 
 
 def calls_handlers(context: v1.Context) -> bool:
-    """Tests if Orbax loads by handlers; its own reader of safetensors does not."""
+    """Tests if Orbax loads by handlers, unlike safetensors files."""
     return v1.options.CheckpointLayout(context.checkpoint_layout) is not v1.options.CheckpointLayout.SAFETENSORS

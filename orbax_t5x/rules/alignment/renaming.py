@@ -131,7 +131,7 @@ def _is_right(renames: Iterable[Rename], changed: Mapping[str, str], fixed: Coll
 
 
 def _separators(changed: Mapping[str, str], fixed: Collection[str]) -> tuple[str, str] | None:
-    """Returns the separators of old and new names, '.' and '/'."""
+    """Returns the separators of old and new names."""
     for one, other in ((".", "/"), ("/", ".")):
         if not any(other in name for name in changed) and not any(one in name for name in changed.values()):
             if any(one in name for name in changed) and any(other in name for name in changed.values()):
