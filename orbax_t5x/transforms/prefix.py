@@ -128,6 +128,14 @@ def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics)
     change = change_between(state, target)
     if change is not None:
         state = rename_leaves(state, change.renames(state), f"below {change.new!r}", diagnostics)
+    return move_step_and_counts(state, target, diagnostics)
+
+
+def move_step_and_counts(state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+    """Moves step and counts to the names of a target with T5's model."""
+    if model_prefix(target) is None:
+        # Another model begins anew: its step is not that of the parameters it takes.
+        return dict(state)
     return rename_leaves(state, rename_counts(state, target), "as the target names it", diagnostics)
 
 

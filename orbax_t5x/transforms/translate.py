@@ -15,11 +15,10 @@ from orbax_t5x.errors import Fix
 from orbax_t5x.mesh_tf.blocks import one_layer_blocks
 from orbax_t5x.mesh_tf.rules import adafactor_placeholders, place_relative_bias, t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
-from orbax_t5x.optim.moments import rename_counts
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.prefix import PrefixChange, model_prefix, rename_leaves
+from orbax_t5x.transforms.prefix import PrefixChange, model_prefix, move_step_and_counts, rename_leaves
 from orbax_t5x.trees.flat import FlatState
 
 # Unmatched names shown in the one problem that counts them.
@@ -70,7 +69,7 @@ class Translate(Transform):
         values.update(added)
         if change is not None:
             values = rename_leaves(values, change.renames(values), f"below {change.new!r}", diagnostics)
-        return rename_leaves(values, rename_counts(values, target), "as the target names it", diagnostics)
+        return move_step_and_counts(values, target, diagnostics)
 
     def describe(self) -> str:
         """Returns a line for people."""
