@@ -325,7 +325,7 @@ class Matcher:
         )
 
     def _raise_broken_parent(self, name: str) -> None:
-        """Raises the error of a broken item that may have had the leaf."""
+        """Raises the error of a broken item with the leaf."""
         for parent in parents(name):
             if isinstance(value := self.state.get(parent), View):
                 for leaf in value.leaves():

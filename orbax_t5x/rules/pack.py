@@ -304,7 +304,7 @@ class RulePack(Chain):
         return f"<RulePack {self.found or self.name}>"
 
     def as_code(self) -> str:
-        """Returns the code of the call, or of all parts, as `Transform.as_code` does."""
+        """Returns the code of the call, or of all parts."""
         if self._call is not None:
             return self._call.as_code()
         return calls_code(self._joined) if self._joined else f"ot.rules.{self.name}"
