@@ -1,6 +1,8 @@
 """Public names load their modules on first use, and only then."""
 
+import signal
 import sys
+import threading
 from types import ModuleType
 
 import pytest
@@ -52,3 +54,31 @@ def test_packages_list_names_that_are_not_loaded_yet(package, monkeypatch):
     for name in package.__all__:
         monkeypatch.delitem(vars(package), name, raising=False)
     assert set(dir(package)) == {*package.__all__, "__all__", "__doc__", "__file__", "__name__"}
+
+
+def test_an_interrupt_ends_the_wait_and_not_the_import(tmp_path, monkeypatch):
+    """A module that is left halfway begins again, and what it has imported is not what it was."""
+    (tmp_path / "interrupted_while_imported.py").write_text(
+        "import os, signal, sys\n"
+        "sys.begun.append(1)\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "sys.go_on.wait(60)\n"
+        "def value(): return len(sys.begun)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "begun", [], raising=False)
+    monkeypatch.setattr(sys, "go_on", threading.Event(), raising=False)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    value = on_demand.function("interrupted_while_imported", "value")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            value()
+        sys.go_on.set()
+        assert value() == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        sys.modules.pop("interrupted_while_imported", None)
