@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import resource
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,11 @@ _PHYSICAL_BYTES = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
 UNCHECKED_BYTES = 1 << 28
 # From here on NumPy asks the kernel for huge pages.
 HUGE_PAGE_BYTES = 1 << 22
+# What is touched at once to learn what it costs.
+_TRIAL_BYTES = 16 << 20
+# The C library takes so much from the kernel; of less, pages may be there from a use before.
+_FRESH_BYTES = 48 << 20
+_CLEARLY_CHEAPER = 0.8
 
 
 def most_memory_bytes() -> int:
@@ -100,7 +106,7 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         what = _array_text(shape, dtype)
         raise LimitExceededError(f"{what} takes {nbytes} bytes, which cannot be had: {error}") from None
     if nbytes >= HUGE_PAGE_BYTES:
-        _use_small_pages(array)
+        _pages.apply(array)
     return array
 
 
@@ -116,19 +122,49 @@ def strided(array: np.ndarray, shape: Sequence[int], strides: Sequence[int], *, 
     return np.lib.stride_tricks.as_strided(raw, tuple(shape), tuple(strides), writeable=writeable).view(array.dtype)
 
 
-def _use_small_pages(array: np.ndarray) -> None:
-    """Undoes NumPy's request for huge pages.
+class PageChoice:
+    """Huge or small pages for large arrays, by what they cost this process.
 
-    They save a tenth where memory is at hand. On virtual machines whose host gives memory as it is touched, and where
-    the kernel has to make room for them first, they cost several times what small pages do. With the variable
-    NUMPY_MADVISE_HUGEPAGE set NumPy's way stays, whichever it is then.
+    Huge pages cost a third of small ones where memory is at hand. Where the kernel has to make room for them first, and
+    on virtual machines whose host gives memory as it is touched, they cost several times as much. The first array that
+    is surely fresh memory tells: its first bytes are touched in small pages, the rest in huge ones, part by part. The
+    first part that is not clearly cheaper ends huge pages for the process: from then on NumPy's request for them is
+    undone, as it is before that array. With the variable NUMPY_MADVISE_HUGEPAGE set NumPy's way stays.
     """
-    madvise = _madvise()
-    if madvise is None or "NUMPY_MADVISE_HUGEPAGE" in os.environ:
-        return
-    start = array.ctypes.data
-    first = -(-start // _PAGE_BYTES) * _PAGE_BYTES
-    madvise(first, (start + array.nbytes - first) // _PAGE_BYTES * _PAGE_BYTES, mmap.MADV_NOHUGEPAGE)
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time):
+        self._clock = clock
+        # Seconds for a byte in small pages, once they are known.
+        self._small: float | None = None
+        self._is_huge = True
+
+    def apply(self, array: np.ndarray) -> None:
+        """Advises the kernel on the pages of a new array."""
+        madvise = _madvise()
+        if madvise is None or "NUMPY_MADVISE_HUGEPAGE" in os.environ:
+            return
+        start = array.ctypes.data
+        at, last = -(-start // _PAGE_BYTES) * _PAGE_BYTES, (start + array.nbytes) // _PAGE_BYTES * _PAGE_BYTES
+        if self._is_huge and not array.dtype.hasobject and (self._small is not None or array.nbytes >= _FRESH_BYTES):
+            memory = array.reshape(-1).view(np.uint8)
+            if self._small is None:
+                madvise(at, _TRIAL_BYTES, mmap.MADV_NOHUGEPAGE)
+                self._small = self._cost(memory[at - start :][:_TRIAL_BYTES])
+                at += _TRIAL_BYTES
+            while at < last and self._is_huge:
+                part = memory[at - start :][:_TRIAL_BYTES]
+                self._is_huge = self._cost(part) < _CLEARLY_CHEAPER * self._small
+                at += part.size
+        if at < last and not (self._is_huge and self._small is not None):
+            madvise(at, last - at, mmap.MADV_NOHUGEPAGE)
+
+    def _cost(self, memory: np.ndarray) -> float:
+        began = self._clock()
+        memory[::_PAGE_BYTES] = 0
+        return (self._clock() - began) / memory.size
+
+
+_pages = PageChoice()
 
 
 @functools.cache

@@ -73,14 +73,70 @@ def page_advice(array):
     raise AssertionError("no mapping holds the array")
 
 
-def test_large_arrays_are_in_small_pages_unless_the_user_decides(monkeypatch):
-    """Fresh huge pages cost several times as much on virtual machines whose host gives memory as it is touched."""
+class Clock:
+    """Says that touching memory took what the test sets: a second for each small page, then `costs` for huge ones."""
+
+    def __init__(self, *costs):
+        self._costs = iter((1.0, *costs))
+        self._now = 0.0
+        self._is_end = False
+
+    def __call__(self):
+        self._now += next(self._costs) if self._is_end else 0
+        self._is_end = not self._is_end
+        return self._now
+
+
+BYTE = np.dtype(np.uint8)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pages(monkeypatch):
     monkeypatch.delenv("NUMPY_MADVISE_HUGEPAGE", raising=False)
-    for nbytes in (memory.HUGE_PAGE_BYTES, (5 << 20) + 77, 64 << 20):
-        array = memory.empty_array((nbytes,), np.dtype(np.uint8))
-        assert "hg" not in page_advice(array)
-        array[...] = 3
-        assert (array == 3).all()
+    return lambda *costs: monkeypatch.setattr(memory, "_pages", memory.PageChoice(Clock(*costs)))
+
+
+def advice_of(mebibytes, dtype=BYTE):
+    array = memory.empty_array((mebibytes * MIB // dtype.itemsize,), dtype)
+    advice = page_advice(array)
+    array[...] = 3
+    assert (array == 3).all()
+    return advice
+
+
+def test_large_arrays_are_in_small_pages_before_a_trial(pages):
+    pages()
+    for mebibytes in (4, 5, 40):  # may not be fresh memory, which tells nothing
+        assert "hg" not in advice_of(mebibytes)
+
+
+def test_huge_pages_are_left_where_each_part_is_clearly_cheaper(pages):
+    pages(*[0.4] * 9)
+    numpys = page_advice(np.empty(64 * MIB, np.uint8))
+    assert [advice_of(size) for size in (64, 48, 8)] == [numpys] * 3
+
+
+@pytest.mark.parametrize("costs", [[3.0], [0.9], [0.4, 3.0]])
+def test_the_first_part_that_is_dear_ends_huge_pages(pages, costs):
+    pages(*costs)  # asked once more, the clock would raise
+    assert "hg" not in advice_of(128)
+    assert "hg" not in advice_of(64)
+    assert "hg" not in advice_of(8)
+
+
+def test_the_variable_of_numpy_decides_before_any_trial(pages, monkeypatch):
+    pages()
     monkeypatch.setenv("NUMPY_MADVISE_HUGEPAGE", "1")
-    shape = (64 << 20,)
-    assert page_advice(memory.empty_array(shape, np.dtype(np.uint8))) == page_advice(np.empty(shape, np.uint8))
+    assert advice_of(64) == page_advice(np.empty(64 * MIB, np.uint8))
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.int4), np.dtype(np.complex128)])
+def test_arrays_of_any_dtype_can_be_the_first(pages, dtype):
+    pages(3.0)
+    assert "hg" not in advice_of(80, dtype)
+
+
+def test_arrays_of_objects_tell_nothing(pages):
+    pages()
+    assert memory.empty_array((8 * MIB,), np.dtype(object)).nbytes == 64 * MIB
