@@ -16,7 +16,7 @@ from etils import epath
 
 from orbax_t5x.provenance import records
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.restoring.run_steps import SINGLE_ITEMS, lacks_record, newest_lineage, step_item
+from orbax_t5x.restoring.run_steps import SINGLE_ITEMS, StepItem, lacks_record, newest_lineage, step_item
 
 _logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ class RestoredHistory:
         self.last: records.Lineage = ()
         # By item; None after restores that led to different histories.
         self._led_to: dict[str, records.Lineage | None] = {}
+        # The last save of each item: a job saves often, and its root is listed then, but no record is read again.
+        self._saved: dict[str, tuple[StepItem, records.Lineage]] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -80,7 +82,7 @@ class RestoredHistory:
             known = None
         if not led_to:
             step = step_item(directory) if primary else None
-            known = None if step is None else newest_lineage(step)
+            known = None if step is None else newest_lineage(step, known=self._saved.get(item))
         elif known is None and checked is None:
             _logger.warning(
                 "%s: this handler restored states with different histories of transforms, and which of them is saved "
@@ -93,6 +95,9 @@ class RestoredHistory:
 
     def note_saved(self, directory: epath.Path, lineage: Sequence[Mapping[str, Any]], *, is_given: bool) -> None:
         """Notes a save, so that the root's newest step has a record."""
+        if (step := step_item(directory)) is not None:
+            with self._lock:
+                self._saved[_item_name(directory)] = step, tuple(lineage)
         if not is_given and tuple(lineage) != (records.UNRECORDED,):
             return
         item = _item_name(directory)

@@ -69,16 +69,21 @@ def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
     return StepItem(os.fspath(parent.parent), item, step)
 
 
-def newest_lineage(item: StepItem, *, is_older: bool = False) -> Lineage | None:
+def newest_lineage(
+    item: StepItem, *, is_older: bool = False, known: tuple[StepItem, Lineage] | None = None
+) -> Lineage | None:
     """Returns the lineage of the newest other finished step, or None.
 
-    It is unrecorded if only an older step has a record; `is_older` looks at earlier steps only.
+    It is unrecorded if only an older step has a record; `is_older` looks at earlier steps only. `known` is the lineage
+    of a step: if that is the newest, nothing is read.
     """
     newest_has_none = False
     with opening():
         steps = [
             one for one in _steps_below(item.root) if (one.step < item.step if is_older else one.step != item.step)
         ]
+        if known is not None and steps and known[0] == item._replace(step=steps[0].step):
+            return known[1]
         for index, lineage in _read_lineages(steps, item.item):
             if (lineage is None and newest_has_none) or not _is_finished(steps, index):
                 continue
