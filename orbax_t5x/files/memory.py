@@ -123,7 +123,7 @@ def strided(array: np.ndarray, shape: Sequence[int], strides: Sequence[int], *, 
 
 
 class PageChoice:
-    """Huge or small pages for large arrays, by what they cost this process.
+    """Huge or small pages for large arrays, by their measured cost.
 
     Huge pages cost a third of small ones where memory is at hand. Where the kernel has to make room for them first, and
     on virtual machines whose host gives memory as it is touched, they cost several times as much. The first array that

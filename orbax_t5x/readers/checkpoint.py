@@ -84,6 +84,9 @@ class Checkpoint:
         `close` releases files and makes later reads a ValueError; it may be called again. What it releases must also
         release itself when neither this object nor a leaf refers to it any more.
         """
+        for kind in {type(leaf) for leaf in leaves.values()}:
+            if not issubclass(kind, Leaf):
+                raise TypeError(f"leaves of a Checkpoint are orbax_t5x.lazy.Leaf objects, not {kind.__name__}")
         self.path = path
         self.given_path = path
         self.format = format

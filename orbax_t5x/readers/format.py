@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.readers.checkpoint import Checkpoint
@@ -59,6 +60,18 @@ class Mark:
     weight: Weight = "own"
     suffix_of_path: str = ""
 
+    def __post_init__(self) -> None:
+        for field in ("head", "tail"):
+            pattern = getattr(self, field)
+            if not isinstance(pattern, bytes | None):
+                raise TypeError(f"{field}= of a mark is a regular expression of bytes, not {pattern!r}")
+            try:
+                re.compile(pattern or b"", re.DOTALL)
+            except re.error as error:
+                raise ValueError(f"{field}={pattern!r} of a mark is no regular expression: {error}") from error
+        if self.weight not in get_args(Weight):
+            raise ValueError(f"weight={self.weight!r} of a mark is none of {', '.join(map(repr, get_args(Weight)))}")
+
     def __repr__(self) -> str:
         given = [
             f"{field.name}={value!r}"
@@ -100,5 +113,13 @@ class Format:
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
             raise ValueError(f"the name of a format is a text that is not empty, not {self.name!r}")
+        if isinstance(self.open, str):
+            if not re.fullmatch(r"[\w.]+:\w+", self.open):
+                raise ValueError(f"{self.name}: open={self.open!r} is no place of a function, 'module:attribute'")
+        elif not callable(self.open):
+            raise TypeError(f"{self.name}: open= is a function or its place as text, not {self.open!r}")
         object.__setattr__(self, "files", tuple(self.files))
         object.__setattr__(self, "directory", tuple(self.directory))
+        for mark in (*self.files, *self.directory):
+            if not isinstance(mark, Mark):
+                raise TypeError(f"{self.name}: marks are orbax_t5x.Mark objects, not {mark!r}")

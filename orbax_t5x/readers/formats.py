@@ -113,12 +113,14 @@ def _open(row: Format, path: str, limits: Limits, item: str | None) -> Checkpoin
     """
     opener: Callable[..., Checkpoint]  # `item=` is for formats with items alone
     opener = on_demand.function(*row.open.split(":")) if isinstance(row.open, str) else row.open
-    if item is None:
-        return opener(path, limits=limits)
-    if not row.has_items:
+    if item is not None and not row.has_items:
         raise UnsupportedCheckpointError(
             f"the item {item!r} was given, but a {row.name} has no items",
             path=path,
             fix=Fix.setting("remove {}", item=item),
         )
-    return opener(path, limits=limits, item=item)
+    opened = opener(path, limits=limits) if item is None else opener(path, limits=limits, item=item)
+    if not isinstance(opened, Checkpoint):  # by another package's code
+        message = f"the format {row.name!r} opens it as {type(opened).__name__}, not as an orbax_t5x.Checkpoint"
+        raise UnsupportedCheckpointError(message, path=path)
+    return opened

@@ -44,6 +44,8 @@ PACKS: Registry[Callable[..., RulePack] | RulePack] = Registry(
     group="orbax_t5x.layouts",
 )
 """Functions that make rule packs, by name; those of other packages may be packs."""
+NO_PACKS = frozenset({"Alignment", "RulePack", "align", "auto", "infer", "register"})
+"""Names that no pack may have."""
 
 
 class Edge(NamedTuple):
@@ -177,6 +179,8 @@ def _edge_of(name: str, pack: RulePack, rows: tuple[Edge, ...]) -> Edge:
     Raises:
       ValueError: it has no place beside the other rows.
     """
+    if name in NO_PACKS:
+        raise ValueError(f"the name {name!r} stands for something else in ot.rules or in --rules")
     source, target = pack.layouts
     kinds = {end for row in rows for end in (row.source, row.target)}
     unknown = [end for end in (source, target) if end not in kinds]

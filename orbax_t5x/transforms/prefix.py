@@ -132,7 +132,7 @@ def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics)
 
 
 def move_step_and_counts(state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-    """Moves step and counts to the names of a target with T5's model."""
+    """Moves step and counts for a target with T5's model."""
     if model_prefix(target) is None:
         # Another model begins anew: its step is not that of the parameters it takes.
         return dict(state)

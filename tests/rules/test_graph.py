@@ -143,6 +143,10 @@ def test_errors_propose_a_registered_pack():
 def test_packs_without_a_place_are_refused(given, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         rules.register(toy(**given))
+    for name in graph.NO_PACKS:
+        with pytest.raises(ValueError, match=f"the name '{name}' stands for something else"):
+            rules.register(toy(name=name))
+    assert graph.NO_PACKS == {*rules.__all__, "auto"} - {*graph.PACKS.names()}
     with pytest.raises(TypeError, match="is no rule pack"):
         rules.register(ot.transforms.Rename([("a", "b")]))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no regular expression"):
