@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def inverse(transforms: Any, source: Any = None) -> tuple[Any, ...]:
             # A rule of an assignment map looks up the old name of a new one.
             forwards = step if not isinstance(step, AssignmentMap) else Rename(_turned(step.rules, "AssignmentMap"))
             after = _applied([forwards], leaves, {})
-            if found is None or _contents(_applied(found, after, leaves)) != _contents(leaves):
+            if found is None or not _leads_back(found, after, leaves):
                 found = _single_names(forwards, leaves, after)
             leaves = after
         back[:0] = found or []
@@ -95,6 +96,13 @@ def _contents(state: FlatState) -> dict[str, Any]:
         name: (value.shape, frozenset(map(id, value.leaves()))) if isinstance(value, View) else id(value)
         for name, value in state.items()
     }
+
+
+def _leads_back(steps: Sequence[Any], after: FlatState, before: FlatState) -> bool:
+    try:
+        return _contents(_applied(steps, after, before)) == _contents(before)
+    except ValueError:  # a pattern matches more than what it is for
+        return False
 
 
 def _applied(steps: Iterable[Any], state: FlatState, target: FlatState) -> dict[str, Any]:
@@ -258,7 +266,9 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def _single_names(step: Any, source: FlatState, after: FlatState) -> list[Any]:
-    """Writes the inverse of a renaming name by name."""
+    """Writes the inverse of a renaming, or of a stack, name by name."""
+    if isinstance(step, StackLayers):
+        return _single_stacks(step, source)
     if not isinstance(step, Rename):
         names = ", ".join(itertools.islice(source, _SHOWN_NAMES))
         raise ValueError(f"{step.describe()}: its way back leads elsewhere for these leaves ({names}, …)")
@@ -267,3 +277,17 @@ def _single_names(step: Any, source: FlatState, after: FlatState) -> list[Any]:
         raise ValueError(f"{step.describe()} takes leaves out or copies them, which has no way back")
     pairs = tuple((escaped(new), old) for new, old in moved.items() if new != old)
     return [Rename(tuple((pattern, old.replace("\\", "\\\\")) for pattern, old in pairs))]
+
+
+def _single_stacks(step: StackLayers, source: FlatState) -> list[Any]:
+    regex = compile_pattern(step.pattern, "StackLayers")
+    matches = [found for name in source if (found := regex.fullmatch(name))]
+    group = layer_group(matches, "StackLayers", Diagnostics())
+    assert group is not None  # it has stacked them
+    layers = {found.expand(step.into): _with_any_layer(found, group) for found in matches}
+    return [UnstackLayers(escaped(stacked), into, step.axis) for stacked, into in layers.items()]
+
+
+def _with_any_layer(found: re.Match[str], group: int | str) -> str:
+    name, (start, end) = found.string, found.span(group)
+    return "{i}".join(part.replace("\\", "\\\\") for part in (name[:start], name[end:]))

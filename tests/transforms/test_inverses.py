@@ -88,6 +88,8 @@ def test_values_come_back(steps, state, with_source):
         # A pattern that is more than text and groups.
         ([T.Rename([(r"[ab]/x|a/y", "c")])], arrays(a__x=(2,), d=(2,))),
         ([T.RepeatLayers(r"encoder/layers_(\d+)/.*", 6)], LAYERS),
+        # The text of the stacks would match all other names, too.
+        ([T.StackLayers(r"(dec)/layers_(\d+)/(.*)", r"\3", 1)], {**LAYERS, "norm": np.ones(2)}),
         ([T.FollowOptimizer(T.Rename([("params/a/(.*)", r"params/b/\1")]))], arrays(params__a__w=(2,))),
     ],
     ids=lambda value: value[0].describe()[:24] if isinstance(value, list) else "",
