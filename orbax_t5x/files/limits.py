@@ -111,9 +111,11 @@ class Limits:
             raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {self.rank}")
 
     def require_name(self, name: str, path: str) -> None:
-        """Refuses a leaf's name that is too long or too deep."""
-        if len(name.encode()) > self.name_bytes:
-            self.require_name_length(len(name.encode()), path)
+        """Refuses a leaf's name that is too long or too deep; charges it."""
+        nbytes = len(name.encode())
+        if nbytes > self.name_bytes:
+            self.require_name_length(nbytes, path)
+        charge_metadata(nbytes, path)
         if name.count("/") >= self.name_levels:
             raise LimitExceededError(
                 f"a name of {name.count('/') + 1} levels, more than Limits.name_levels = {self.name_levels}", path=path

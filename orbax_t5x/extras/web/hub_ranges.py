@@ -30,7 +30,7 @@ from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.files.places import answered
 from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.request_errors import is_ignored_range, remote_error
-from orbax_t5x.files.remote.transport import NO_VERSION, PendingResponse, Response, ResponseClock
+from orbax_t5x.files.remote.transport import PendingResponse, Response, ResponseClock, Version
 
 _REFUSED = (400, 401, 403, 404, 410)
 
@@ -46,6 +46,8 @@ class HubFiles:
         self._clock = clock
         self._requests = HubRequests(clock)
         self._commit = known_commit(base) or find_commit(parse_hub_path(base))
+        # The files of a commit never change.
+        self._version = Version(self._commit.revision.encode())
         self._sizes = dict(self._commit.sizes)
         self._locations: dict[str, str] = {}
         self._tags: dict[tuple[str, str], str] = {}
@@ -68,7 +70,7 @@ class HubFiles:
                 return _known(LimitExceededError(f"more bytes than the limit of {wanted.most} permits"))
             wanted = BoundedRange.between(start, stop, wanted.into)
         if wanted.is_empty:
-            return _known(Response(b"", NO_VERSION))
+            return _known(Response(b"", self._version))
         return WebRequest(functools.partial(self._attempt, key, wanted), self._clock, is_awaited=is_awaited)
 
     def takes_ranges(self, key: str) -> bool:
@@ -134,7 +136,7 @@ class HubFiles:
         data = read_answer(answer.response, answer.wanted)
         self._sizes[key] = size
         self._locations[key] = answer.url
-        return None if data is None else data._replace(version=NO_VERSION, file_bytes=size)
+        return None if data is None else data._replace(version=self._version, file_bytes=size)
 
     def _compare(self, key: str, answer: HubResponse) -> None:
         """Compares a server's claims about a file with earlier claims."""

@@ -9,6 +9,7 @@ one opening, so that detection and reader see the same files and nothing is requ
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,8 @@ from orbax_t5x.files.remote.transport import (
 )
 from orbax_t5x.files.schemes import Scheme, scheme_of
 from orbax_t5x.files.transcript import Transcript
+
+_logger = logging.getLogger(__name__)
 
 
 class PendingRead(NamedTuple):
@@ -107,6 +110,7 @@ class Connection:
         self.first_blocks: dict[str, tuple[bytes, int | None]] = {}
         self.kinds: dict[str, str] = {}
         self._at_end: list[Callable[[], None]] = []
+        self._has_warned = False
         recorder = current_recorder()
         self.transcript: Transcript | None = None if recorder is None else recorder.transcript
         try:
@@ -117,6 +121,16 @@ class Connection:
         except ValueError as error:
             # Without its cause, which repeats the URL.
             raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=base) from None
+
+    def warn_of_weak_proof(self) -> None:
+        """Warns once that exchanged files may not be noticed."""
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "%s sends no strong ETag: a file that is exchanged while it is read is noticed only by another size or "
+                "Last-Modified",
+                self.base,
+            )
 
     def url(self, key: str) -> str:
         """Returns the URL of a key."""

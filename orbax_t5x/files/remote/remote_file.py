@@ -303,6 +303,8 @@ class RemoteFile:
             self._compare_sizes(leaf)
             raise
         self._note_size(answer.file_bytes, leaf)
+        if not self._version.tag and (answer.data or answer.is_in_place):
+            self._connection.warn_of_weak_proof()
         return answer
 
     def _note_size(self, size: int | None, leaf: str | None) -> None:

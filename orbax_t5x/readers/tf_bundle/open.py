@@ -16,7 +16,7 @@ from typing import Any
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.files.interface import StoredFile
-from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.limits import Limits, charge_metadata
 from orbax_t5x.files.places import files_at
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
@@ -80,18 +80,14 @@ def _read_index(index: StoredFile, limits: Limits) -> tuple[BundleHeader, dict[b
     entries: dict[bytes, bytes] = {}
     slices: dict[bytes, bytes] = {}
     header: BundleHeader | None = None
-    name_bytes = 0
     for key, value in Table(index, limits).entries():
         if header is None:
             header = _header(index, key, value)
             continue
-        name_bytes += len(key)
+        # Names are longer than the file: a table stores what they share once.
+        charge_metadata(len(key) + len(value), index.path)
         if len(entries) + len(slices) >= limits.entries:
             raise LimitExceededError(f"more than {limits.entries} entries (Limits.entries)", path=index.path)
-        if name_bytes > limits.index_bytes:
-            raise LimitExceededError(
-                f"names of more than {limits.index_bytes} bytes (Limits.index_bytes)", path=index.path
-            )
         (slices if key[0] == 0 else entries)[key] = value
     if header is None:
         raise CorruptCheckpointError("an empty table: the header is missing", path=index.path)
