@@ -124,8 +124,8 @@ class TransformSuite:
         transform = case.make()
         source, target = dict(case.source), dict(case.target)
         values = {name: value if value is None else value.copy() for name, value in source.items()}
-        first, _ = run(transform, source, target)
-        second, _ = run(transform, source, target)
+        first = transform.apply(source, target, Diagnostics())
+        second = transform.apply(source, target, Diagnostics())
         assert_same(first, second)
         assert list(first) == list(second)
         assert list(source) == list(case.source) and list(target) == list(case.target)
@@ -134,7 +134,9 @@ class TransformSuite:
 
     def test_reads_nothing(self, case: Case) -> None:
         source = {n: None if v is None else as_view(_RefusingLeaf(v, n)) for n, v in case.source.items()}
-        result = case.make().apply(source, dict(case.target), Diagnostics())
+        diagnostics = Diagnostics()
+        result = case.make().apply(source, dict(case.target), diagnostics)
+        assert diagnostics.problems == [], "a read that is refused is a problem, too"
         for name, value in case.result.items():
             if value is not None:
                 assert (result[name].shape, result[name].dtype) == (value.shape, value.dtype)
