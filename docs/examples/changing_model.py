@@ -1,11 +1,9 @@
-# %% [markdown]
 """Go on with checkpoints of every version of a model whose code changes.
 
 One list has a named migration for each change and grows at its end.
 Each step records the names it has, so that each migration is applied once.
 """
 
-# %%
 import logging
 import tempfile
 from pathlib import Path
@@ -19,10 +17,8 @@ logging.getLogger("orbax_t5x").setLevel(logging.ERROR)
 directory = Path(tempfile.mkdtemp())  # yours
 T = ot.transforms
 
-# %% [markdown]
 # The model as it was at first, and its four changes.
 
-# %%
 first = {
     "encoder": {"heads": np.arange(6, dtype=np.float32).reshape(2, 3), "norm": np.zeros(3, np.float32)},
     "decoder": {"norm": np.ones(3, np.float32)},
@@ -34,11 +30,9 @@ changes = [
     ("swap-norms", [T.Rename([("encoder/norm", "decoder/norm"), ("decoder/norm", "encoder/norm")])]),
 ]
 
-# %% [markdown]
 # A run that goes on through all versions: each start passes the list of its day.
 
 
-# %%
 def model(version):
     """The names and shapes of a version; the last two changes only change values."""
     norm = np.zeros(3, np.float32)
@@ -54,10 +48,8 @@ for version in range(len(changes) + 1):
         start = ot.restore_or_initialize(manager, model(version), transforms=history, init_fn=lambda: first)
         manager.save(version, args=ot.args.TrainStateSave(start.state))
 
-# %% [markdown]
 # A step of any version restores with the newest list.
 
-# %%
 history = ot.Migrations(changes)
 target = model(len(changes))
 newest = ot.restore(run, target)
@@ -67,10 +59,8 @@ for version in range(len(changes) + 1):
     equal = all(np.array_equal(state["encoder"][name], newest["encoder"][name]) for name in newest["encoder"])
     print(f"step {version}: {plan.migrations}; equal to the newest: {equal}")
 
-# %% [markdown]
 # A checkpoint without a record has the version that its names and shapes tell; where several fit, the error asks.
 
-# %%
 stock = ocp.StandardCheckpointer()
 stock.save(directory / "stock-0", first)
 stock.save(directory / "stock-3", ot.restore(run / "3", None))

@@ -35,12 +35,12 @@ def limits(monkeypatch):
     """The bytes that each restore of ours is granted."""
     seen = []
 
-    class Budget(executor.Budget):
-        def __init__(self, limit):
-            seen.append(limit)
-            super().__init__(limit)
+    class Execution(executor.Execution):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            seen.append(self._limit)
 
-    monkeypatch.setattr(executor, "Budget", Budget)
+    monkeypatch.setattr(executor, "Execution", Execution)
     return seen
 
 
