@@ -58,6 +58,23 @@ def by_v1_context(run, target, rules, step, item):
         return v1.load_checkpointables(run / str(step), {item: ot.v1.AbstractTrainState(target, rules)})[item]
 
 
+def by_v1_training(run, target, rules, step, item):
+    with ot.v1.context(), v1.training.Checkpointer(run) as checkpointer:
+        return checkpointer.load_checkpointables(step, {item: ot.v1.AbstractTrainState(target, rules)})[item]
+
+
+def by_checkpointer(run, target, rules, step, item, source=None):
+    with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+        args = ot.args.TrainStateRestore(target, rules, source=source)
+        return checkpointer.restore(run / str(step) / item, args=args)
+
+
+def by_init_from(run, target, rules, step, item):
+    shutil.rmtree(run.parent / "next", ignore_errors=True)
+    with ocp.CheckpointManager(run.parent / "next", item_handlers=ot.TrainStateHandler()) as manager:
+        return ot.restore_or_initialize(manager, target, init_from=run / str(step), transforms=rules).state
+
+
 WAYS = {
     "restore": lambda run, target, rules, *_: ot.restore(run, target, rules),
     "plan_restore": lambda run, target, rules, step, _: ot.plan_restore(run / str(step), target, rules).execute(),
@@ -67,7 +84,12 @@ WAYS = {
     "convert": by_conversion,
     "v1": by_v1,
     "v1 context": by_v1_context,
+    "v1 training": by_v1_training,
+    "checkpointer": by_checkpointer,
+    "init_from=": by_init_from,
+    "source=": lambda run, target, rules, step, item: by_checkpointer(run, target, rules, step, item, run / str(step)),
 }
+OWN = ("manager", "restore_or_initialize", "v1 context", "v1 training", "checkpointer")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -199,7 +221,7 @@ def check_history(directory, seed):
             return asked, total
     newest = list_of(rules, is_named)
     for name, way in WAYS.items():
-        if name in ("manager", "restore_or_initialize", "v1 context") and saver == "stock" and not is_named:
+        if name in OWN and saver == "stock" and not is_named:
             continue  # a run of another writer is resumed as it is
         total += 1
         shutil.rmtree(directory / "converted", ignore_errors=True)

@@ -115,7 +115,8 @@ def load_and_transform(
     It is `orbax_t5x.restore` among v1's functions.
 
     It works inside any Orbax context and outside; of the active one, `memory.read_concurrent_bytes` bounds the host
-    buffers, and `multiprocessing` says which processes load together.
+    buffers, and `multiprocessing` says which processes load together. In `orbax_t5x.v1.context` it is a load of that
+    context, which later saves record.
 
     Args:
       path: of the checkpoint, of any format, local or remote; an opened checkpoint, an `orbax_t5x.Source`, or a mapping
@@ -152,8 +153,20 @@ def load_and_transform(
     options = RestoreOptions.among(locals()).within(context.memory.read_concurrent_bytes)
     options.multiprocessing_options = context.multiprocessing
     with collective_operation(context.multiprocessing), contextlib.ExitStack() as stack:
-        plan = open_plan(path, plain_target(target), transforms, options, stack)
-        return plan.run(options)
+        histories = _histories_of(context)
+        caller = Caller(keeps_lineage=bool(histories))
+        plan = open_plan(path, plain_target(target), transforms, options, stack, caller)
+        loaded = plan.run(options)
+        directory = plan.path if len(plan.checkpoints) == 1 else None
+        for history in histories:
+            history.note(directory or "", plan.provenance)
+        return loaded
+
+
+def _histories_of(context: v1.Context) -> list[RestoredHistory]:
+    """Lists the histories of a context's handlers of train states."""
+    found = (getattr(cls, "history", None) for cls, _ in context.checkpointables.registry.get_all_entries())
+    return list({id(one): one for one in found if isinstance(one, RestoredHistory)}.values())
 
 
 def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:

@@ -186,3 +186,13 @@ def test_leaves_of_orbaxs_abstract_trees_are_targets(tmp_path, form, load):
         else:
             loaded = ot.restore(tmp_path / "1", metadata.metadata if form == "metadata" else abstract)
     assert_same(loaded, tree)
+
+
+def test_a_save_of_the_context_records_what_the_load_applied(tmp_path):
+    state, swap = {"x": np.zeros(2), "y": np.ones(2)}, ot.transforms.Rename([("x", "y"), ("y", "x")])
+    with ot.v1.context(provenance=()):
+        ocp.save(tmp_path / "0", state)
+    with ot.v1.context():
+        ocp.save(tmp_path / "1", ot.v1.load_and_transform(tmp_path / "0", state, swap))
+        for load in (ot.v1.load_and_transform, lambda *args: ocp.load(args[0], ot.v1.AbstractTrainState(*args[1:]))):
+            np.testing.assert_array_equal(load(tmp_path / "1", state, swap)["x"], state["y"])
