@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from orbax_t5x.readers import Format as Format
     from orbax_t5x.readers import Limits as Limits
     from orbax_t5x.readers import Mark as Mark
-    from orbax_t5x.readers import latest_step as latest_step
     from orbax_t5x.readers import open_checkpoint as open_checkpoint
     from orbax_t5x.readers import register_format as register_format
+    from orbax_t5x.readers.newest import latest_step as latest_step
     from orbax_t5x.restoring.api import plan_restore as plan_restore
     from orbax_t5x.restoring.api import restore as restore
     from orbax_t5x.restoring.plan import PlanEntry as PlanEntry
@@ -85,7 +85,7 @@ MODULE_OF = {
     "convert": "orbax_t5x.operations.convert.convert",
     "diff": "orbax_t5x.operations.diff.diff",
     "errors": "",
-    "latest_step": "orbax_t5x.readers",
+    "latest_step": "orbax_t5x.readers.newest",
     "nnx": "",
     "open_checkpoint": "orbax_t5x.readers",
     "optimizers": "",

@@ -18,15 +18,18 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, Unpack
 
+from orbax_t5x import on_demand
 from orbax_t5x.text.fix import Fix as Fix
-from orbax_t5x.text.html import html_fragment, html_paragraph
 from orbax_t5x.text.masked import masked, masked_path
 from orbax_t5x.text.problem import Problem as Problem
 from orbax_t5x.text.problem import ProblemKind as ProblemKind
-from orbax_t5x.text.problem_lines import problem_lines, problems_html
 from orbax_t5x.text.wording import counted, plain, with_full_stop
 
 AnyPath = str | os.PathLike[str]
+
+# Problems are rare.
+_problem_lines: Callable[..., list[str]] = on_demand.function("orbax_t5x.text.problem_lines", "problem_lines")
+_problems_page: Callable[..., str] = on_demand.function("orbax_t5x.text.problem_lines", "problems_page")
 
 _Raised = TypeVar("_Raised", bound=BaseException)
 _FOR_CALLER = "_orbax_t5x_for_caller"
@@ -212,18 +215,18 @@ class RestorePlanError(CheckpointError, ValueError):
     def __init__(self, problems: Sequence[Problem], *, path: AnyPath | None = None):
         self.problems: tuple[Problem, ...] = tuple(problems)
         self._count = f"{counted(len(self.problems), 'problem')} between checkpoint, transforms and target"
-        super().__init__("\n".join([*map(plain, problem_lines(self.problems)), with_full_stop(self._count)]), path=path)
+        super().__init__(
+            "\n".join([*map(plain, _problem_lines(self.problems)), with_full_stop(self._count)]), path=path
+        )
         self.leaf: str | None = self.problems[0].leaf if len(self.problems) == 1 else None
 
     def described(self, fix_text: Callable[[Fix], str] = str, *, width: int | None = None) -> str:
         """See `CheckpointError.described`."""
         where = "." if self.path is None else f": {plain(self.path)}"
         all_in = "`.problems`" if width is None else "`plan --json`"
-        lines = problem_lines(self.problems, width=width, all_in=all_in, fix_text=fix_text)
+        lines = _problem_lines(self.problems, width=width, all_in=all_in, fix_text=fix_text)
         return "\n".join([*map(plain, lines), self._count + where])
 
     def _repr_html_(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
-        return html_fragment(
-            [html_paragraph(f"{where}{self._count}:", bold=True), problems_html(self.problems)], "problems"
-        )
+        return _problems_page(self.problems, f"{where}{self._count}:")

@@ -19,7 +19,6 @@ from orbax_t5x.concurrency.carried import (
     first_failure,
     run_in_pool,
 )
-from orbax_t5x.concurrency.cleanup import Cleanup, call_with_cleanup
 from orbax_t5x.concurrency.guard import guarded, is_meant_for_caller
 from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
 from orbax_t5x.concurrency.process_threads import (
@@ -39,7 +38,6 @@ __all__ = [
     "CallThread",
     "CallerThread",
     "CarriedError",
-    "Cleanup",
     "LoopThread",
     "OnceEach",
     "as_carried",
@@ -48,7 +46,6 @@ __all__ = [
     "call_carried",
     "call_in_thread",
     "call_of_user",
-    "call_with_cleanup",
     "carry",
     "first_failure",
     "for_each_block",

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -33,11 +34,15 @@ from orbax_t5x.errors import (
     for_caller,
 )
 from orbax_t5x.files.descriptor import Descriptor
-from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Subdirectories
+from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.files.paths import FILE_FLAGS, FileIdentity, Root, io_error
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
-from orbax_t5x.files.tree_checks import TreeSnapshot, check_tree, list_directory
 from orbax_t5x.files.windows import fill_held, is_held
+
+# Of chunked arrays only.
+_tree_snapshot: Callable[..., Snapshot] = on_demand.function("orbax_t5x.files.tree_checks", "TreeSnapshot")
+_check_tree = on_demand.function("orbax_t5x.files.tree_checks", "check_tree")
+_list_directory = on_demand.function("orbax_t5x.files.tree_checks", "list_directory")
 
 _READ_CHUNK_BYTES = 1 << 24
 # Of the root itself, which may be a symlink.
@@ -431,14 +436,14 @@ class LocalFiles(Root, Files):
         return _file_kvstore(self.locate(name) if name else self.path)
 
     def entries(self, name: str) -> dict[str, bool]:
-        found = list_directory(self.locate(name) if name else self.path)
+        found = _list_directory(self.locate(name) if name else self.path)
         return {entry: there.is_dir(follow_symlinks=False) for entry, there in found.items()}
 
     def require_plain(self, name: str, *, leaf: str | None = None) -> None:
-        check_tree(self, name, leaf=leaf)
+        _check_tree(self, name, leaf=leaf)
 
-    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> TreeSnapshot:
-        return TreeSnapshot(self, names, leaf=leaf)
+    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Snapshot:
+        return _tree_snapshot(self, names, leaf=leaf)
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
         with self._walk(directory, leaf) as (fd, last, path):

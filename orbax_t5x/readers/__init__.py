@@ -5,6 +5,5 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.format import Format, Mark
 from orbax_t5x.readers.format_table import register_format
 from orbax_t5x.readers.formats import open_checkpoint
-from orbax_t5x.readers.newest import latest_step
 
-__all__ = ["Checkpoint", "Format", "Limits", "Mark", "latest_step", "open_checkpoint", "register_format"]
+__all__ = ["Checkpoint", "Format", "Limits", "Mark", "open_checkpoint", "register_format"]

@@ -14,13 +14,15 @@ from orbax_t5x.files.paths import shared_path
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import leaf_nodes
-from orbax_t5x.text.fold import TreeLeaf, empty_text, tree_rows
-from orbax_t5x.text.table import TableRow
 from orbax_t5x.text.wording import array_bytes, array_text, counted, leaves_text, size_text
 
-# Notebooks only.
+# Notebooks and `inspect` only.
 _page = on_demand.function("orbax_t5x.text.report", "Page")
 _section = on_demand.function("orbax_t5x.text.report", "Section")
+_row = on_demand.function("orbax_t5x.text.table", "TableRow")
+_tree_leaf = on_demand.function("orbax_t5x.text.fold", "TreeLeaf")
+_tree_rows = on_demand.function("orbax_t5x.text.fold", "tree_rows")
+_empty_text = on_demand.function("orbax_t5x.text.fold", "empty_text")
 
 # Rows shown in a notebook; repeated layers are one.
 _SHOWN_ROWS = 200
@@ -165,20 +167,20 @@ class Checkpoint:
         left = counted(len(rows[_SHOWN_ROWS:]), "row")
         left_out = f"… and {left} more: see `leaves`" if rows[_SHOWN_ROWS:] else ""
         section = _section(rows=rows[:_SHOWN_ROWS], left_out=left_out)
-        return _page("checkpoint", TableRow("leaf", "array", size="bytes"), title, sections=[section]).html()
+        return _page("checkpoint", _row("leaf", "array", size="bytes"), title, sections=[section]).html()
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r}: {self.format}, {len(self._leaves)} leaves>"
 
 
-def checkpoint_rows(checkpoint: Checkpoint, *, folded: bool = True) -> list[TableRow]:
+def checkpoint_rows(checkpoint: Checkpoint, *, folded: bool = True) -> list[Any]:
     """Returns the rows of a checkpoint's tree.
 
     `folded` shows repeated layers as a single branch.
     """
     leaves = {
-        name: TreeLeaf(array_text(view.dtype, view.shape), array_bytes(view.dtype, view.shape))
+        name: _tree_leaf(array_text(view.dtype, view.shape), array_bytes(view.dtype, view.shape))
         for name, view in checkpoint.leaves.items()
     }
-    leaves |= {name: TreeLeaf(empty_text(empty), 0) for name, empty in checkpoint.empties.items()}
-    return tree_rows(leaves, folded=folded)
+    leaves |= {name: _tree_leaf(_empty_text(empty), 0) for name, empty in checkpoint.empties.items()}
+    return _tree_rows(leaves, folded=folded)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.files.interface import Files
-from orbax_t5x.files.places import files_at, opening
+from orbax_t5x.files.places import opening
 from orbax_t5x.readers.detect.owner import owner_of_directory
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import path_text
@@ -54,7 +54,7 @@ def _latest_step(root: str, validated: bool) -> int | None:
     probe = probe_path(root)
     if probe.kind != "directory":
         return None
-    place = files_at(probe.path)
+    place = probe.files
     for step in _newest_first(probe):
         if not validated:
             place.locate(step.name)

@@ -7,7 +7,6 @@ import os
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.files.places import files_at
 from orbax_t5x.readers.detect.owner import owner_of_directory, two_owners
 from orbax_t5x.readers.detect.probe import PathProbe, Subdirectories, probe_path, subdirectories
 from orbax_t5x.readers.flax_msgpack.root import has_step_files, newest_file
@@ -36,7 +35,7 @@ class NewestOfRoot(NamedTuple):
 
 def newest_of_root(probe: PathProbe) -> NewestOfRoot | None:
     """Finds a directory's step: its own or the newest of a root."""
-    files = files_at(probe.path)
+    files = probe.files
     if not files.can_list:
         return _newest_file(probe)
     try:
@@ -57,7 +56,7 @@ def newest_of_root(probe: PathProbe) -> NewestOfRoot | None:
 def _newest_file(probe: PathProbe) -> NewestOfRoot | None:
     """Finds the newest file of a root of Flax."""
     newest = newest_file(probe)
-    return newest and NewestOfRoot(files_at(probe.path).locate(newest.name), newest.step)
+    return newest and NewestOfRoot(probe.files.locate(newest.name), newest.step)
 
 
 def _require_one_format(probe: PathProbe, found: Subdirectories, newest: str) -> None:
@@ -65,7 +64,7 @@ def _require_one_format(probe: PathProbe, found: Subdirectories, newest: str) ->
     if has_step_files(probe, found):
         of_orbax = {_owner_of_step(newest): repr(os.path.basename(newest))}
         raise two_owners(of_orbax | {"flax_msgpack": "files of steps"}, probe.path)
-    is_t5x, files = is_t5x_step(newest), files_at(probe.path)
+    is_t5x, files = is_t5x_step(newest), probe.files
     for name in found.inside:
         if files.exists(f"{name}/{MSGPACK_FILE}") is is_t5x or step_of_name(name) is None:
             continue

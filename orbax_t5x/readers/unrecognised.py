@@ -88,7 +88,7 @@ def unrecognised_error(probe: PathProbe, formats: Sequence[Format]) -> Checkpoin
         return UnsupportedCheckpointError(foreign.what, path=probe.path, fix=Fix(foreign.way_out))
     sought = "; ".join(row.sought or row.name for row in formats)
     if probe.kind == "directory":
-        is_remote = files_at(probe.path).is_remote
+        is_remote = probe.files.is_remote
         if outside := [name for name in sorted(probe.names) if not is_remote and probe.inside(name).kind == "outside"]:
             return UnsafeCheckpointError(
                 f"{LEADS_OUT}, and nothing else here is a checkpoint; open what it leads to by its own path",

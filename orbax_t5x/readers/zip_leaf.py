@@ -15,7 +15,8 @@ from orbax_t5x.lazy.box import Box, full_box
 from orbax_t5x.lazy.leaf import Checksums, FileExtent, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange
-from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, read_unchanged
+from orbax_t5x.readers.ranges.coverage import RangeChecksums
+from orbax_t5x.readers.ranges.leaf import RangeLeaf, read_unchanged
 from orbax_t5x.readers.ranges.strided import StridedRange
 from orbax_t5x.readers.zip_members import Archive, member_bytes
 

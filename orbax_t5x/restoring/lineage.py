@@ -20,10 +20,11 @@ from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import CallerKind, Decision, ResumeContext, combine_decisions, decide
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
 from orbax_t5x.restoring.options import RestoreOptions
-from orbax_t5x.restoring.run_steps import lacks_record
 from orbax_t5x.restoring.sources import OpenSources
 from orbax_t5x.trees.narrow import is_mapping
 
+# Of checkpoints of runs only.
+_lacks_record = on_demand.function("orbax_t5x.restoring.run_steps", "lacks_record")
 _opened_once = on_demand.function("orbax_t5x.multihost.openings", "opened_once")  # several processes only
 
 _logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class SourceHistory:
             return self.recorded
         missing = [name for name, lineage in self.recorded.items() if lineage is None]
         directories = {name: os.path.join(checkpoint.path, name) if name else checkpoint.path for name in missing}
-        older = [name for name, directory in directories.items() if lacks_record(directory)]
+        older = [name for name, directory in directories.items() if _lacks_record(directory)]
         return {**self.recorded, **dict.fromkeys(older, (UNRECORDED,))}
 
     def with_older_steps_once(self) -> Records:

@@ -24,7 +24,6 @@ from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.target_leaf import TargetLeaf
 from orbax_t5x.restoring.targets import Target
-from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 from orbax_t5x.transforms.base import AnyTransform
@@ -38,6 +37,7 @@ _to_json = on_demand.function("orbax_t5x.restoring.show.as_data", "to_json")
 _warning_of_filled = on_demand.function("orbax_t5x.restoring.show.filled", "warning_of_filled")
 _about_to_restore = on_demand.function("orbax_t5x.restoring.show.filled", "about_to_restore")
 _has_restored = on_demand.function("orbax_t5x.restoring.show.filled", "has_restored")
+_fold_names = on_demand.function("orbax_t5x.text.fold", "fold_names")
 
 _logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class RestoreReport:
     def __str__(self) -> str:
         lines = [self.summary()]
         for word, names in self._checks():
-            folded = fold_names(names)
+            folded = _fold_names(names)
             lines += [f"{word}:"] if names else []
             lines += [f"  {plain(row.label)}" for row in folded[:_SHOWN_NAMES]]
             left = sum(len(row.members) for row in folded[_SHOWN_NAMES:])

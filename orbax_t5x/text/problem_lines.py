@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from orbax_t5x.text.code import calls_code, code_of
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.fold import Folded, fold
-from orbax_t5x.text.html import html_code, html_items, html_list, html_paragraph
+from orbax_t5x.text.html import html_code, html_fragment, html_items, html_list, html_paragraph
 from orbax_t5x.text.masked import masked
 from orbax_t5x.text.problem import Problem
 from orbax_t5x.text.table import wrapped
@@ -124,6 +124,11 @@ def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] =
 def _cut_text(text: str, most_characters: int | None) -> str:
     left = 0 if most_characters is None else len(text) - most_characters
     return text if left <= 0 else f"{text[:most_characters]}… ({left:,} characters more)"
+
+
+def problems_page(problems: Sequence[Problem], heading: str) -> str:
+    """Returns the list under a heading, as a region of a page."""
+    return html_fragment([html_paragraph(heading, bold=True), problems_html(problems)], "problems")
 
 
 def problems_html(problems: Sequence[Problem]) -> str:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from orbax_t5x.concurrency import call_with_cleanup
+from orbax_t5x.concurrency.cleanup import call_with_cleanup
 from tests.support.interrupts import interrupted_at_random
 
 

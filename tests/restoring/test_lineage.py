@@ -39,7 +39,7 @@ def test_a_single_item_and_several_are_read_by_name():
 def test_history_is_read_only_where_a_record_is_missing(monkeypatch):
     one = checkpoint({"a": [1.0]}, metadata={"items": {"x": {}, "y": recorded(RENAME)}})
     asked = []
-    monkeypatch.setattr(lineage, "lacks_record", lambda path: asked.append(path) or True)
+    monkeypatch.setattr(lineage, "_lacks_record", lambda path: asked.append(path) or True)
     records = history({"": one}).with_older_steps()
     assert asked == ["/memory/x"] and records == {"x": (UNRECORDED,), "y": history({"": one}).recorded["y"]}
     asked.clear()

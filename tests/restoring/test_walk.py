@@ -1,5 +1,6 @@
 """A restore of two leaves enters few functions, and seldom goes from file to file: people follow it when they debug."""
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -92,3 +93,22 @@ def test_a_further_small_leaf_costs_few_calls(tmp_path, unprofiled):
         return found
 
     assert (calls(300) - calls(100)) / 200 <= 30
+
+
+LOADED = """
+import subprocess
+import sys
+import numpy as np
+import orbax_t5x as ot
+ot.restore(sys.argv[1], {"a": np.zeros(8, np.float32)})
+files = {module.__file__ for name, module in sys.modules.items() if name.startswith("orbax_t5x")}
+print(sum(len(open(file).read().splitlines()) for file in files))
+"""
+
+
+@pytest.mark.slow
+def test_a_restore_of_a_file_loads_few_lines(tmp_path):
+    """What other formats, errors, tables and older steps need is loaded when they are met."""
+    save_file({"a": np.ones(8, np.float32)}, tmp_path / "model.safetensors")
+    command = [sys.executable, "-c", LOADED, str(tmp_path / "model.safetensors")]
+    assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) <= 18_100

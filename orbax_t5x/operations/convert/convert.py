@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
-from orbax_t5x.concurrency import Cleanup, call_with_cleanup, guarded, is_meant_for_caller
+from orbax_t5x.concurrency import guarded, is_meant_for_caller
+from orbax_t5x.concurrency.cleanup import Cleanup, call_with_cleanup
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import check_memory_limit
 from orbax_t5x.files.paths import url_scheme

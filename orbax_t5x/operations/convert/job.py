@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orbax_t5x.concurrency import Cleanup, LoopThread
+from orbax_t5x.concurrency import LoopThread
+from orbax_t5x.concurrency.cleanup import Cleanup
 from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import ReadStats
 from orbax_t5x.lazy.read_stats import ChecksummedRange

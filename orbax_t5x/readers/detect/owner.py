@@ -6,44 +6,40 @@ Two owners are an error, in any order.
 from __future__ import annotations
 
 import fnmatch
-import functools
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from orbax_t5x.errors import Fix, UnsupportedCheckpointError
-from orbax_t5x.readers.detect.probe import PathProbe, is_file
+from orbax_t5x.files.places import files_at
+from orbax_t5x.readers.detect.probe import PathProbe
 from orbax_t5x.readers.format import Format, Mark
 
 _SPECIAL = frozenset("*?[")
+# The marks of a path in the order of their weight: own, hints of its own, hints beside it.
+_STAGES = (("own", None), ("hint", False), ("hint", True))
 
 
 def owner_of_file(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
     """Returns the format of a file, or of a prefix of files."""
     rows = list(formats)
-    for stage in range(3):
-        found = {
-            row.name: _shown(mark)
-            for row in rows
-            for mark in row.files
-            if _stage(mark) == stage and _fits_path(mark, probe)
-        }
+    for weight, is_beside in _STAGES:
+        found: dict[str, str] = {}
+        for row in rows:
+            for mark in row.files:
+                is_of_stage = mark.weight == weight and is_beside in (None, mark.beside is not None)
+                if is_of_stage and _fits_path(mark, probe):
+                    found[row.name] = "its first bytes" if mark.head is not None else f"its name ({mark.name})"
         if found:
             return _only(found, probe.path, rows)
     return None
 
 
-def _stage(mark: Mark) -> int:
-    """Orders the marks of a path: own, own hints, hints beside it."""
-    return 0 if mark.weight == "own" else 1 if mark.beside is None else 2
-
-
 def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
     """Returns the format that owns a directory by its files."""
     rows = list(formats)
-    own = {row.name: name for row in rows for name in _marked(row, "own", probe)[:1]}
-    if own:
+    if own := _marked(rows, "own", probe):
         return _only(own, probe.path, rows)
     loose: dict[str, list[str]] = {}
     for row in rows:
@@ -57,7 +53,7 @@ def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | 
             for over in mark.over
         ]
         for other in [name for name in loose if name != row.name and passed]:
-            if left := [name for name in loose[other] if not any(_is_named(name, over) for over in passed)]:
+            if left := [name for name in loose[other] if not any(fnmatch.fnmatchcase(name, over) for over in passed)]:
                 loose[other] = left
             else:
                 del loose[other]
@@ -67,7 +63,7 @@ def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | 
 def hinted_owner(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
     """Returns the format of a directory by a hint."""
     rows = list(formats)
-    found = {row.name: name for row in rows for name in _marked(row, "hint", probe)[:1]}
+    found = _marked(rows, "hint", probe)
     return _only(found, probe.path, rows) if found else None
 
 
@@ -84,55 +80,55 @@ def two_owners(found: Mapping[str, str], path: str) -> UnsupportedCheckpointErro
 def _only(found: Mapping[str, str], path: str, rows: Sequence[Format]) -> Format:
     if len(found) > 1:
         raise two_owners(found, path)
-    return next(row for row in rows if row.name in found)
-
-
-def _shown(mark: Mark) -> str:
-    """Describes the mark of a file for an error."""
-    return "its first bytes" if mark.head is not None else f"its name ({mark.name})"
+    return next(filter(lambda row: row.name in found, rows))
 
 
 def _fits_path(mark: Mark, probe: PathProbe) -> bool:
     """Tests a mark on a path that the user named."""
     directory, name = os.path.split(probe.path)
-    if not _is_named(name, mark.name) or (mark.but is not None and _is_named(name, mark.but)):
+    if not fnmatch.fnmatchcase(name, mark.name) or (mark.but is not None and fnmatch.fnmatchcase(name, mark.but)):
         return False
-    if mark.beside is not None and not is_file(directory, _beside(mark.beside, name)):
+    if mark.beside is not None and not files_at(directory).has_file(_beside(mark.beside, name)):
         return False
     if probe.kind != "file":
         return probe.kind == "missing" and mark.beside is not None
     return _fits_bytes(mark, probe, None)
 
 
-def _marked(row: Format, weight: str, probe: PathProbe) -> list[str]:
-    """Returns the names in a directory with a format's mark, quoted."""
-    marks = (mark for mark in row.directory if mark.weight == weight)
-    return next(([repr(name)] for mark in marks for name in _fitting(mark, probe)), [])
+def _marked(rows: Sequence[Format], weight: str, probe: PathProbe) -> dict[str, str]:
+    """Returns the marks of formats in a directory: a quoted name each."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for mark in row.directory:
+            if mark.weight == weight and row.name not in found and (name := _fitting(mark, probe)) is not None:
+                found[row.name] = repr(name)
+    return found
 
 
-def _fitting(mark: Mark, probe: PathProbe) -> Iterator[str]:
-    """Yields the files of a directory that have a mark."""
-    if any(name in probe.names for name in mark.without):
-        return
+def _fitting(mark: Mark, probe: PathProbe) -> str | None:
+    """Finds a file of a directory that has a mark."""
+    if not probe.names.isdisjoint(mark.without):
+        return None
     for name in _names_of(mark, probe):
         if mark.beside is not None and not _named(_beside(mark.beside, glob.escape(name)), probe.names):
             continue
         if mark.head is None and mark.tail is None:
-            if is_file(probe.path, name):
-                yield name
+            if probe.files.has_file(name):
+                return name
         elif (inside := probe.inside(name)).kind == "file" and _fits_bytes(mark, inside, probe):
-            yield name
+            return name
+    return None
 
 
 def _fits_bytes(mark: Mark, probe: PathProbe, directory: PathProbe | None) -> bool:
     """Tests a file's first and last bytes, and the path they name."""
     if mark.head is not None:
-        match = _bytes_pattern(mark.head).match(probe.head)
+        match = re.match(mark.head, probe.head, re.DOTALL)
         if match is None:
             return False
         if (named := match.groupdict().get("path")) is not None:
             return directory is not None and _is_there(directory, os.fsdecode(named) + mark.suffix_of_path)
-    return mark.tail is None or _bytes_pattern(mark.tail).fullmatch(probe.tail) is not None
+    return mark.tail is None or re.fullmatch(mark.tail, probe.tail, re.DOTALL) is not None
 
 
 def _is_there(directory: PathProbe, path: str) -> bool:
@@ -144,45 +140,16 @@ def _is_there(directory: PathProbe, path: str) -> bool:
 def _names_of(mark: Mark, probe: PathProbe) -> list[str]:
     """Lists the names in a directory that a mark is about, sorted."""
     names = _named(mark.name, probe.names)
-    return sorted(name for name in names if mark.but is None or not _is_named(name, mark.but)) if names else names
+    but = set(fnmatch.filter(names, mark.but)) if mark.but is not None else ()
+    return sorted(set(names).difference(but)) if names else names
 
 
 def _beside(template: str, name: str) -> str:
-    stem = os.path.splitext(name)[0]
-    return template.replace("{name}", name).replace("{stem}", stem)
+    return template.replace("{name}", name).replace("{stem}", os.path.splitext(name)[0])
 
 
 def _named(pattern: str, names: frozenset[str]) -> list[str]:
     """Lists the names that match a glob."""
-    kind, text = _plain_pattern(pattern)
-    if kind == "name":
-        return [text] if text in names else []
-    if kind == "suffix":
-        return [name for name in names if name.endswith(text)]
-    return list(filter(_name_pattern(pattern).match, names))
-
-
-@functools.lru_cache(maxsize=256)
-def _plain_pattern(pattern: str) -> tuple[str, str]:
-    """Recognises globs of a single name or suffix."""
-    if not _SPECIAL & set(pattern):
-        return "name", pattern
-    is_suffix = pattern.startswith("*") and not _SPECIAL & set(pattern[1:])
-    return ("suffix", pattern[1:]) if is_suffix else ("glob", pattern)
-
-
-def _is_named(name: str, pattern: str) -> bool:
-    kind, text = _plain_pattern(pattern)
-    if kind == "glob":
-        return _name_pattern(pattern).match(name) is not None
-    return name.endswith(text) if kind == "suffix" else name == text
-
-
-@functools.lru_cache(maxsize=256)
-def _name_pattern(pattern: str) -> re.Pattern[str]:
-    return re.compile(fnmatch.translate(pattern))
-
-
-@functools.lru_cache(maxsize=256)
-def _bytes_pattern(pattern: bytes) -> re.Pattern[bytes]:
-    return re.compile(pattern, re.DOTALL)
+    if not _SPECIAL.isdisjoint(pattern):
+        return fnmatch.filter(names, pattern)
+    return [pattern] if pattern in names else []

@@ -44,17 +44,21 @@ class PathProbe:
     _probed: dict[str, PathProbe] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
+    def files(self) -> Files:
+        """The files of the path."""
+        return files_at(self.path)
+
+    @functools.cached_property
     def tail(self) -> bytes:
         """The last bytes of a file."""
         if self.local_tail is not None or self.kind != "file":
             return self.local_tail or b""
-        return files_at(self.path).look(head=0, tail=_TAIL_BYTES).tail
+        return self.files.look(head=0, tail=_TAIL_BYTES).tail
 
     def inside(self, name: str) -> PathProbe:
         """Probes a name in this directory once."""
         if name not in self._probed:
-            files = files_at(self.path)
-            self._probed[name] = _probe(files, files.join(name), name)
+            self._probed[name] = _probe(self.files, self.files.join(name), name)
         return self._probed[name]
 
 

@@ -16,7 +16,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -94,6 +94,19 @@ class _ReadChecksums:
             self.ranges.append(ChecksummedRange(self._start, self._stop, self._crc))
         self._start, self._crc = self._stop, 0
         return self.ranges
+
+
+class ReadableRange(Protocol):
+    """Array of a file that is read by box."""
+
+    @property
+    def file(self) -> StoredBytes:
+        """The bytes that hold it."""
+        ...
+
+    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
+        """Fills all requests; blocks. Errors name the file and `leaf`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from orbax_t5x import on_demand
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
-from orbax_t5x.files.crc import CRC32C, Crc
+from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import FilePlace
 from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, FileExtent, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome, StoredRange
-from orbax_t5x.readers.ranges.coverage import cover, uncovered
+from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadableRange, ReadOutcome, StoredRange
 from orbax_t5x.readers.ranges.extents import DeferredExtents, JoinedExtents
 from orbax_t5x.readers.ranges.scatter import as_stored
-from orbax_t5x.readers.ranges.strided import StridedRange
+
+# Of formats with checksums only.
+_range_checksums = on_demand.function("orbax_t5x.readers.ranges.coverage", "RangeChecksums")
 
 
 class RangeLeaf(BlockingLeaf):
@@ -78,7 +78,7 @@ class ByteRangeLeaf(RangeLeaf):
 
     @property
     def checksums(self) -> Checksums | None:
-        return None if self.crc is None else RangeChecksums(self, [(self.range, self.crc)])
+        return None if self.crc is None else _range_checksums(self, [(self.range, self.crc)])
 
     @property
     def extent(self) -> FileExtent | None:
@@ -135,41 +135,7 @@ class ByteRangeLeaf(RangeLeaf):
         return outcome.ranges[0].crc if outcome.ranges else 0
 
 
-class RangeChecksums(Checksums):
-    """Checksums of the byte ranges of a leaf.
-
-    Its checksummed extent is these ranges joined in order.
-    """
-
-    def __init__(self, leaf: RangeLeaf, stored: Sequence[tuple[StoredRange, int]], kind: Crc = CRC32C):
-        self._leaf, self._stored, self.kind = leaf, stored, kind
-
-    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
-        starts = list(itertools.accumulate([stored.nbytes for stored, _ in self._stored[:-1]], initial=0))
-        own: list[list[ChecksummedRange]] = [[] for _ in starts]
-        for one in ranges:
-            number = bisect.bisect_right(starts, one.start) - 1
-            own[number].append(moved(one, -starts[number]))
-        verified = True
-        for (stored, crc), read in zip(self._stored, own, strict=True):
-            if _verify_range(stored, crc, read, self._leaf.name, self.kind):
-                continue
-            if stats.verify == "full":
-                self._leaf.raise_error()
-                await run_in_pool(reader_pool(), _verify_rest, stored, crc, read, self._leaf.name, stats, self.kind)
-            else:
-                verified = False
-        return verified
-
-
-def moved(one: ChecksummedRange, offset: int) -> ChecksummedRange:
-    """Returns the range that begins `offset` bytes later."""
-    return one._replace(start=one.start + offset, stop=one.stop + offset)
-
-
-def read_unchanged(
-    range: StoredRange | StridedRange, requests: Sequence[Request], *, checksum: bool, leaf: str
-) -> ReadOutcome:
+def read_unchanged(range: ReadableRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
     """Reads a file that has not changed since it was opened.
 
     It blocks.
@@ -181,36 +147,3 @@ def read_unchanged(
         raise
     range.file.check_unchanged(leaf=leaf)
     return outcome
-
-
-def _verify_range(range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str, kind: Crc) -> bool:
-    """Tests if ranges verify a range."""
-    found = cover(read, range.nbytes, kind)
-    if found.conflict is not None:
-        low, high = found.conflict
-        message = f"bytes {low} to {high} of the leaf gave different checksums when read twice; the file is changing"
-        raise CorruptCheckpointError(message, path=range.file.path, leaf=leaf)
-    if found.crc is not None and found.crc != crc:
-        raise CorruptCheckpointError(
-            f"its {range.nbytes} bytes at {range.offset} have the {kind.name} {found.crc:#010x}, stored is "
-            f"{crc:#010x}; the data are damaged",
-            path=range.file.path,
-            leaf=leaf,
-        )
-    return found.complete
-
-
-def _verify_rest(
-    range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str, stats: ReadStats, kind: Crc
-) -> bool:
-    """Reads the bytes that no range covers, once, and verifies; blocks."""
-    holes = uncovered(read, range.nbytes)
-    outcome = range.sum(holes, leaf=leaf)
-    stats.count(outcome.wanted)
-    range.file.check_unchanged(leaf=leaf)
-    if _verify_range(range, crc, [*read, *outcome.ranges], leaf, kind):
-        return True
-    # Overlapping ranges of different boundaries have no common checksum: only reading the whole decides.
-    outcome = range.sum([(0, range.nbytes)], leaf=leaf)
-    stats.count(outcome.wanted)
-    return _verify_range(range, crc, outcome.ranges, leaf, kind)

@@ -20,7 +20,8 @@ from orbax_t5x.lazy.box import Box, intersect, shift
 from orbax_t5x.lazy.leaf import Checksums, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.byte_range import StoredRange
-from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, moved, read_unchanged
+from orbax_t5x.readers.ranges.coverage import RangeChecksums, moved
+from orbax_t5x.readers.ranges.leaf import RangeLeaf, read_unchanged
 
 
 class StoredSlice(NamedTuple):
