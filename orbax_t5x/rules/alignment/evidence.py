@@ -11,10 +11,10 @@ import collections
 from collections.abc import Iterable, Iterator, Mapping
 
 from orbax_t5x.rules.alignment.kinds import LAYER, LeafKind, Shape, Sides, Template, Tree
-from orbax_t5x.rules.alignment.words import features, is_of_module, meaning_of, meanings
+from orbax_t5x.rules.alignment.words import features, meaning_of, meanings
 
 GIVEN, NAME, RENAMING, STRUCTURE = "given", "by its name", "by its name after a renaming", "by structure"
-_UNKNOWN_TURN = "a square matrix, and nothing shows whether it is transposed"
+UNKNOWN_TURN = "another order of its dimensions has its shape, too, and nothing shows which is meant"
 _REVERSED = "its namesake has the reversed shape: ot.transforms.Transpose, if it is the same array"
 # A module of fewer leaves at the root may be another one of the same shapes.
 _LEAST_TELLING = 4
@@ -47,7 +47,8 @@ class Evidence:
         self._may_contradict = may_contradict
         self._pairs: Pairs = given
         self._sources: dict[LeafKind, LeafKind] = {}
-        self._turns: dict[Key, set[bool]] = _turns_by_counts(sides)
+        self._turns_by_counts = _turns_by_counts(sides)
+        self._turns: collections.Counter[tuple[Key, bool]] = collections.Counter()
         self._below: tuple[dict[Template, dict[LeafKind, None]], ...] = ({}, {})
         self._kept: collections.Counter[str] = collections.Counter()
         self._tainted: tuple[set[Template], ...] = (set(), set())
@@ -59,17 +60,29 @@ class Evidence:
     def _add(self, source: LeafKind, target: LeafKind, why: str) -> None:
         self.proven[target], self.target_of[source], self.why[target] = source, target, why
         self.rivals.pop(target, None)
-        self._kept.update(self._sides.common(source, target))
+        self._count(source, target, 1)
         for below, kind in zip(self._below, (source, target), strict=True):
             for at in range(len(kind.template)):
                 below.setdefault(kind.template[:at], {})[kind] = None
+
+    def _remove(self, source: LeafKind, target: LeafKind) -> None:
+        del self.proven[target], self.target_of[source]
+        self._count(source, target, -1)
+        for below, kind in zip(self._below, (source, target), strict=True):
+            for at in range(len(kind.template)):
+                del below[kind.template[:at]][kind]
+
+    def _count(self, source: LeafKind, target: LeafKind, times: int) -> None:
+        for word in self._sides.common(source, target):
+            self._kept[word] += times
         if source.is_matrix and target.is_matrix and not target.is_square:
-            self._turns.setdefault(_key(source, target), set()).add(source.shape != target.shape)
+            self._turns[_key(source, target), source.shape != target.shape] += times
 
     def turns(self, source: LeafKind, target: LeafKind) -> bool | None:
         """Tests if kinds are transposed to each other; None if unknown."""
         if not (source.is_matrix and target.is_matrix):
-            return False
+            is_same = source.last == target.last and self._sides.is_alike
+            return None if not is_same and _has_other_order(target.shape) else False
         if not target.is_square:
             return source.shape != target.shape
         found = self._turns_of(source, target)
@@ -84,12 +97,16 @@ class Evidence:
         Leaves outside of layers may be tables, which are never turned.
         """
         last, other, in_layers = _key(source, target)
-        found = self._turns.get((last, other, in_layers))
-        if found is None:
-            found = self._turns.get((last, other, not in_layers), set())
+        found = self._seen_turns((last, other, in_layers))
+        if not found:
+            found = self._seen_turns((last, other, not in_layers))
             are_tables = any("embedding" in meanings(word).get("kind", ()) for word in (last, other))
             found = found - {False} if are_tables and len(found) == 1 else found
         return found
+
+    def _seen_turns(self, key: Key) -> set[bool]:
+        seen = {is_turned for is_turned in (False, True) if self._turns[key, is_turned] > 0}
+        return seen | self._turns_by_counts.get(key, set())
 
     def _are_turned_elsewhere(self, last: str) -> bool:
         """Tests for namesakes of this kind that have the reversed shape."""
@@ -105,6 +122,9 @@ class Evidence:
             return False
         if not self._may_contradict and self._sides.contradict(source, target):
             return False
+        return self._may_lie_so(source, target)
+
+    def _may_lie_so(self, source: LeafKind, target: LeafKind) -> bool:
         if source.is_matrix and target.is_matrix and not target.is_square:
             found = self._turns_of(source, target)
             return len(found) != 1 or (source.shape != target.shape) in found
@@ -143,23 +163,45 @@ class Evidence:
             if self._better_rival(source, target) and self.why.get(target) != GIVEN:
                 for tainted, kind in zip(self._tainted, (source, target), strict=True):
                     tainted.update(kind.template[:at] for at in range(len(kind.template) + 1))
-        before, count = len(self.proven), -1
-        while count != len(self.proven):
-            count = len(self.proven)
-            for target, source in pairs.items():
-                if target not in self.proven:
-                    proof, reason, rivals = self._judged(source, target)
-                    if proof:
-                        self._add(source, target, proof)
-                    else:
-                        self.why[target], self.rivals[target] = reason, rivals
+        before = len(self.proven)
+        # Structure is judged when all that names prove is known.
+        for proofs in ((NAME,), (NAME, RENAMING), (NAME, RENAMING, STRUCTURE)):
+            count = -1
+            while count != len(self.proven):
+                count = len(self.proven)
+                for target, source in pairs.items():
+                    if target not in self.proven:
+                        proof, reason, rivals = self._judged(source, target)
+                        if proof in proofs:
+                            self._add(source, target, proof)
+                        else:
+                            self.why[target], self.rivals[target] = reason, rivals
+        while self._withdraw():
+            pass
         return len(self.proven) > before
+
+    def _withdraw(self) -> bool:
+        """Removes pairs that later evidence contradicts."""
+        wrong: list[LeafKind] = []
+        for target, source in list(self.proven.items()):
+            proof = self.why[target]
+            if proof == GIVEN:
+                continue
+            self._remove(source, target)
+            found, reason, rivals = self._judged(source, target)
+            self._add(source, target, found or proof)
+            if not found:
+                wrong.append(target)
+                self.why[target], self.rivals[target] = reason, rivals
+        for target in wrong:
+            self._remove(self.proven[target], target)
+        return bool(wrong)
 
     def _judged(self, source: LeafKind, target: LeafKind) -> tuple[str, str, list[LeafKind]]:
         """Returns the proof of a pair, or the reason and rivals."""
         is_turned = source.is_matrix and target.is_matrix and not target.is_square and source.shape != target.shape
         if is_turned and source.last == target.last and self._sides.is_alike:
-            self._turns[_key(source, target)] = {True, False}
+            self._turns_by_counts[_key(source, target)] = {True, False}
             return "", _REVERSED, [source]
         if source.template == target.template:
             return NAME, "", []
@@ -208,13 +250,15 @@ class Evidence:
     def _better_rival(self, source: LeafKind, target: LeafKind) -> LeafKind | None:
         """Finds a leaf with a better name and no better partner.
 
-        Layers and turns do not count.
+        Layers do not count.
         """
         pair = source, target
         for side, (kind, other) in enumerate((pair, pair[::-1])):
             for one in self._tree(side).by_bag[kind.bag]:
                 rival = _ordered(one, other, side)
                 if one is kind or not self._is_better(rival, pair):
+                    continue
+                if rival[0].template != rival[1].template and not self._may_lie_so(*rival):
                     continue
                 its = self._partner(one, side)
                 settled = self.target_of if side == 0 else self.proven
@@ -301,6 +345,11 @@ class Evidence:
         return not self._kept.keys() - of_all and len(self._pairs) == len(self._sides.target.kinds)
 
 
+def _has_other_order(shape: Shape) -> bool:
+    """Tests if another usual order of dimensions has this shape."""
+    return len(shape) > 2 and shape in (shape[::-1], (*shape[:-2], *shape[:-3:-1]), (*shape[2:], *shape[1::-1]))
+
+
 def _layer_of(kind: LeafKind) -> Template:
     """Returns the parts of a name up to its layer's number."""
     return kind.template[: len(kind.template) - kind.template[::-1].index(LAYER)] if kind.is_in_layers else ()
@@ -308,16 +357,13 @@ def _layer_of(kind: LeafKind) -> Template:
 
 def _is_called_the_same(one: LeafKind, other: LeafKind) -> bool:
     """Tests that the innermost modules have the same meaning."""
-    ours, theirs = (features([part for part in kind.parts if is_of_module(part)][-1:], 1) for kind in (one, other))
+    ours, theirs = (features(kind.module_parts[-1:], 1) for kind in (one, other))
     return not ours.isdisjoint(theirs)
 
 
 def _has_words_of(one: LeafKind, other: LeafKind) -> bool:
     """Tests that a module's words are among the other's."""
-    ours, theirs = (
-        features(([part for part in kind.parts if is_of_module(part)] or kind.parts[:-1])[-1:], 2)
-        for kind in (one, other)
-    )
+    ours, theirs = (features((kind.module_parts or kind.parts[:-1])[-1:], 2) for kind in (one, other))
     return bool(ours and theirs) and (ours <= theirs or theirs <= ours)
 
 

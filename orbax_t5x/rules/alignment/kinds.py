@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.rules.alignment.words import Path, contradict, features, is_of_module, meaning_of, meanings
@@ -72,13 +72,19 @@ class LeafKind:
         return features(self.parts, 1) | {f" {word}" for word in features(self.parts, 2)}
 
     @functools.cached_property
+    def module_parts(self) -> Template:
+        """The parts that name modules; a last `b` names an array."""
+        last = len(self.parts) - 1
+        return tuple(
+            part
+            for at, part in enumerate(self.parts)
+            if is_of_module(part) or (at < last and meaning_of(part).startswith("kind:"))
+        )
+
+    @functools.cached_property
     def modules(self) -> frozenset[str]:
         """The meanings of the parts that name modules."""
-        return frozenset(
-            meaning_of(part)
-            for at, part in enumerate(self.parts)
-            if is_of_module(part) or (at < len(self.parts) - 1 and meaning_of(part).startswith("kind:"))
-        )
+        return frozenset(map(meaning_of, self.module_parts))
 
     @property
     def last(self) -> str:
@@ -174,12 +180,14 @@ class Sides:
 
     def __init__(self, ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]):
         sides, lists = _unrolled(ours, theirs)
+        layers = _agreeing([_layers(side, forced) for side, forced in zip(sides, lists, strict=True)], sides, lists)
         # Without dimensions of 1 where the other side has none of the shape.
         bags = [{_bag(leaf.shape, leaf.dtype) for leaf in side} for side in sides]
         self.source, self.target = (
-            Tree(_kinds(side, forced, other)) for side, forced, other in zip(sides, lists, reversed(bags), strict=True)
+            Tree(_kinds(side, its, other)) for side, its, other in zip(sides, layers, reversed(bags), strict=True)
         )
-        self.is_alike = _has_dots(ours) == _has_dots(theirs)
+        lasts = [{kind.last for kind in tree.kinds} for tree in (self.source, self.target)]
+        self.is_alike = _has_dots(ours) == _has_dots(theirs) and (lasts[0] <= lasts[1] or lasts[1] <= lasts[0])
         self._words: dict[tuple[LeafKind, LeafKind], frozenset[str]] = {}
         self._contradictions: dict[tuple[Template, Template], bool] = {}
 
@@ -212,16 +220,19 @@ def _bag(shape: Shape, dtype: str) -> tuple[Any, ...]:
     return tuple(sorted(shape)) if len(shape) == 2 else shape, dtype
 
 
-def _kinds(leaves: Sequence[NamedLeaf], forced: set[Path], other: set[tuple[Any, ...]]) -> list[LeafKind]:
-    layers = _layers(leaves, forced)
-    numbers = {before: sorted(found) for before, found in _lists(leaves).items()}
+def _kinds(
+    leaves: Sequence[NamedLeaf], layers: Mapping[Path, Sequence[int]], other: set[tuple[Any, ...]]
+) -> list[LeafKind]:
+    lists = _lists(leaves)
+    numbers = {before: sorted(found) for before, found in lists.items()}
+    ordered = {before for before, modules in lists.items() if _are_ordered(modules)}
     for leaf in leaves:
         for at, key in enumerate(leaf.path):
             if isinstance(key, str) and leaf.path[:at] in numbers and numbers[leaf.path[:at]][0] > 0:
                 numbers[leaf.path[:at]].insert(0, 0)  # `linear` beside `linear_1`
     found: dict[Any, LeafKind] = {}
     for leaf in leaves:
-        template, parts, ranks = _template(leaf.path, layers, numbers)
+        template, parts, ranks = _template(leaf.path, layers, numbers, ordered)
         bag = _bag(leaf.shape, leaf.dtype)
         if bag not in other and 1 in leaf.shape:
             bag = _bag(tuple(size for size in leaf.shape if size != 1), leaf.dtype)
@@ -256,6 +267,45 @@ def _layers(leaves: Sequence[NamedLeaf], forced: set[Path]) -> dict[Path, list[i
     }
 
 
+def _agreeing(
+    layers: Sequence[dict[Path, list[int]]], sides: Sequence[Sequence[NamedLeaf]], forced: Sequence[set[Path]]
+) -> list[dict[Path, list[int]]]:
+    """Leaves out lists that are layers on one side only."""
+    roots = [_root_of(leaves) for leaves in sides]
+    places = [
+        {before: tuple(key for key in before[root:] if isinstance(key, str)) for before in _lists(leaves)}
+        for leaves, root in zip(sides, roots, strict=True)
+    ]
+    unlike = {
+        place for its, found in zip(layers, places, strict=True) for before, place in found.items() if before not in its
+    }
+    return [
+        {before: numbers for before, numbers in its.items() if before in kept or found[before] not in unlike}
+        for its, found, kept in zip(layers, places, forced, strict=True)
+    ]
+
+
+def _root_of(leaves: Sequence[NamedLeaf]) -> int:
+    """Counts the words before the first difference of paths."""
+    at = 0
+    while True:
+        found = {leaf.path[at] if at < len(leaf.path) else None for leaf in leaves}
+        if len(found) != 1 or not isinstance(next(iter(found)), str):
+            return at - 1 if at and all(isinstance(key, int) for key in found) else at
+        at += 1
+
+
+def _are_ordered(modules: Mapping[int, Mapping[Path, Shape]]) -> bool:
+    """Tests if the shapes of numbered modules show an order."""
+    matrices = [[shape for shape in modules[number].values() if len(shape) == 2] for number in sorted(modules)]
+    if not any(matrices):
+        return True
+    if len(matrices) not in (2, 3) or any(len(one) != 1 for one in matrices):
+        return False
+    first, second, last = matrices[0][0], matrices[1][0], matrices[-1][0]
+    return first[0] != first[1] and first == second[::-1] and (len(matrices) == 2 or first == last)
+
+
 def _are_alike(modules: Mapping[int, Mapping[Path, Shape]]) -> bool:
     every = set(itertools.chain.from_iterable(modules.values()))
     return all(len(one) >= _LEAST_ALIKE * len(every) for one in modules.values())
@@ -269,6 +319,8 @@ def _are_layers(before: Path, modules: Mapping[int, Mapping[Path, Shape]], is_al
     # A kernel and its bias are a module, of which numbers show no order.
     is_deep = any(len(rest) > 1 or not meanings(str(next(iter(rest)))).get("kind") for rest in every if rest)
     numbers = sorted(modules)
+    if len(numbers) == 1 and not is_named:
+        return False
     if (len(every) > 1 and is_deep) or (is_named and numbers == [*range(numbers[0], numbers[0] + len(numbers))]):
         return True
     # Unlike modules in a layer have no order that shows what they are.
@@ -286,7 +338,7 @@ def _is_chain(modules: Sequence[Mapping[Path, Shape]]) -> bool:
 
 
 def _template(
-    path: Path, layers: Mapping[Path, Sequence[int]], numbers: Mapping[Path, Sequence[int]]
+    path: Path, layers: Mapping[Path, Sequence[int]], numbers: Mapping[Path, Sequence[int]], ordered: Collection[Path]
 ) -> tuple[Template, Template, Ranks]:
     """Returns the template of a name, its words, and its places."""
     parts: list[str] = []
@@ -306,7 +358,7 @@ def _template(
             beside = numbers[path[:at]]
             # Of one module the number says nothing, and of several those beside it are part of what it says.
             # Flax numbers its classes from 0: of these the first is lacking.
-            is_counted = beside[0] == 1 and key <= len(_COUNTED) and stem.islower()
+            is_counted = path[:at] in ordered and beside[0] == 1 and key <= len(_COUNTED) and stem.islower()
             counted = [f"{stem}_{_COUNTED[key - 1]}"] if is_counted else []
             known = [text for text in (parts[-1], *counted) if meanings(text)]
             if known:
@@ -335,6 +387,10 @@ def _unrolled(ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]) -> tuple[l
             fits = {before: stack.fits(found) for before, found in lists.items() if len(found) == stack.count}
             forced[1 - one] |= {before for before, count in fits.items() if count == max(fits.values())}
         sides[one] = [layer for leaf in few for layer in changed.get(leaf.name, [leaf])]
+    for one, stacks in enumerate(_common_stacks(sides)):
+        changed = {leaf.name: stack.layers(leaf) for stack in stacks for leaf in stack.leaves}
+        forced[one] |= {stack.before for stack in stacks}
+        sides[one] = [layer for leaf in sides[one] for layer in changed.get(leaf.name, [leaf])]
     return sides, forced
 
 
@@ -380,10 +436,48 @@ class _Stack:
             for layer in range(leaf.shape[self.axis])
         ]
 
+    @property
+    def bags(self) -> collections.Counter[Any]:
+        """Shapes of the layers' leaves, with how many there are."""
+        return collections.Counter(_bag(_without(leaf.shape, self.axis), "") for leaf in self.leaves)
+
     def fits(self, modules: Mapping[int, Mapping[Path, Shape]]) -> int:
         """Counts the leaves with layers of a list of modules."""
         bags = {_bag(shape, "") for one in modules.values() for shape in one.values()}
         return sum(_bag(_without(leaf.shape, self.axis), "") in bags for leaf in self.leaves)
+
+
+def _common_stacks(sides: Sequence[Sequence[NamedLeaf]]) -> list[list[_Stack]]:
+    """Returns modules with equal stacked layers on both sides."""
+    every = [list(_possible_stacks(leaves)) for leaves in sides]
+    found: list[list[_Stack]] = []
+    for mine, others in (every, every[::-1]):
+        bags = {(stack.count, frozenset(stack.bags.items())) for stack in others}
+        fitting: dict[Path, list[_Stack]] = {}
+        for stack in mine:
+            if (stack.count, frozenset(stack.bags.items())) in bags:
+                fitting.setdefault(stack.before, []).append(stack)
+        found.append([])
+        for before, some in sorted(fitting.items(), key=lambda item: len(item[0])):
+            if len(some) == 1 and not any(stack.before == before[: len(stack.before)] for stack in found[-1]):
+                found[-1].append(some[0])
+    return found
+
+
+def _possible_stacks(leaves: Sequence[NamedLeaf]) -> Iterator[_Stack]:
+    """Yields modules of leaves with the same size on an axis."""
+    below: dict[Path, list[NamedLeaf]] = {}
+    for leaf in leaves:
+        for at in range(len(leaf.path)) if leaf.layer is None else ():
+            below.setdefault(leaf.path[:at], []).append(leaf)
+    for before, some in below.items():
+        ranks = {len(leaf.shape) for leaf in some}
+        if len(ranks) < 2 or min(ranks) < 2:
+            continue
+        for axis in _AXES[: min(ranks)]:
+            counts = {leaf.shape[axis] for leaf in some}
+            if len(counts) == 1 and counts != {1}:
+                yield _Stack(before, some, axis, counts.pop())
 
 
 def _without(shape: Shape, axis: int) -> Shape:

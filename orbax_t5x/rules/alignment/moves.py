@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from orbax_t5x.rules.alignment.evidence import NAME, Evidence
+from orbax_t5x.rules.alignment.evidence import NAME, UNKNOWN_TURN, Evidence
 from orbax_t5x.rules.alignment.given import given_pairs
 from orbax_t5x.rules.alignment.kinds import LeafKind, NamedLeaf, Sides
 from orbax_t5x.rules.alignment.search import proposals
@@ -31,7 +31,7 @@ class Move:
       targets: the same on the other side; one side has one name.
       axis: of the layers on the side that has one name for all; None where they are single leaves.
       stacks: whether it is the target's side that has one name for all.
-      turns: whether matrices are transposed.
+      axes: the source's axis for each of the target's, of a leaf or of a layer; empty where the order is kept.
       shapes: of a source and a target, or of a layer, where dimensions of 1 differ.
     """
 
@@ -39,13 +39,14 @@ class Move:
     targets: tuple[str, ...]
     axis: int | None = None
     stacks: bool = False
-    turns: bool = False
+    axes: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def reversed(self) -> Move:
         """Returns the way back."""
         is_stacked = self.axis is not None and not self.stacks
-        return Move(self.targets, self.sources, self.axis, is_stacked, self.turns, self.shapes[::-1])
+        axes = tuple(self.axes.index(at) for at in range(len(self.axes)))
+        return Move(self.targets, self.sources, self.axis, is_stacked, axes, self.shapes[::-1])
 
 
 class Moves(dict[str, Move]):
@@ -132,7 +133,7 @@ def _moves(
                     [
                         one
                         for one in sides.source.by_bag.get(kind.bag, ())
-                        if one not in evidence.target_of and sides.may_be_one(one, kind)
+                        if one not in evidence.target_of and evidence.is_possible(one, kind)
                     ],
                     key=lambda one: one.template,
                 )
@@ -165,7 +166,7 @@ def _written(
             old, new = one.members[ranks], kind.members[ranks]
             found.why[new.name] = evidence.why.get(kind, "")
             if turns is None:
-                found.why[new.name] = "a square matrix, and nothing shows whether it is transposed"
+                found.why[new.name] = UNKNOWN_TURN
                 found.open[new.name] = (*found.open.get(new.name, ()), old.name)
                 continue
             key = ("source", old.name) if old.layer is not None and new.layer is None else ("target", new.name)
@@ -175,11 +176,11 @@ def _written(
         olds, news, turns = zip(*its, strict=True)
         whole = layers[0 if side == "source" else 1][name]
         is_whole = len(its) == whole and len(set(turns)) == 1
-        if olds[0].layer is not None and news[0].layer is not None:
+        axes = (1, 0) if turns[0] else ()
+        if olds[0].axis is not None and news[0].axis is not None:
             is_whole &= {one.name for one in olds} == {olds[0].name} and {one.name for one in news} == {news[0].name}
-            is_whole &= (
-                not turns[0] and olds[0].axis == news[0].axis and all(one.layer == other.layer for one, other, _ in its)
-            )
+            is_whole &= all(one.layer == other.layer for one, other, _ in its)
+            axes = _axes_with_layers(len(olds[0].shape), axes, olds[0].axis, news[0].axis)
             olds, news = olds[:1], news[:1]
         if not is_whole:
             for new in news:
@@ -188,12 +189,20 @@ def _written(
             continue
         axis = olds[0].axis if news[0].layer is None else news[0].axis if olds[0].layer is None else None
         sources, targets = (tuple(dict.fromkeys(one.name for one in some)) for some in (olds, news))
-        shapes = () if turns[0] or olds[0].shape == news[0].shape else (olds[0].shape, news[0].shape)
-        move = Move(sources, targets, axis, news[0].layer is not None and axis is not None, turns[0], shapes)
+        shapes = () if axes or olds[0].shape == news[0].shape else (olds[0].shape, news[0].shape)
+        move = Move(sources, targets, axis, news[0].layer is not None and axis is not None, axes, shapes)
         found.update((new, move) for new in targets)
     for name in found:
         found.open.pop(name, None)
     return found
+
+
+def _axes_with_layers(rank: int, axes: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
+    """Returns the axes of leaves whose layers are on an axis of both sides."""
+    others = [at for at in range(rank + 1) if at != old]
+    found = [others[at] for at in axes or range(rank)]
+    found.insert(new, old)
+    return () if found == sorted(found) else tuple(found)
 
 
 def _items(

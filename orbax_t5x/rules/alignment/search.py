@@ -6,6 +6,7 @@ Nothing here proves anything: a pair is the best guess of both of its leaves, an
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterator, Mapping
 
 from orbax_t5x.rules.alignment.evidence import Evidence
@@ -66,7 +67,7 @@ def _scores(sides: Sides, evidence: Evidence, target: LeafKind) -> Iterator[tupl
         if not evidence.is_possible(source, target):
             continue
         score = 100.0 if source is same else 0.0
-        score += sum((0.5 if word[0] == " " else 2.0) / counts[word] for word in sides.common(source, target))
+        score += math.fsum((0.5 if word[0] == " " else 2.0) / counts[word] for word in sides.common(source, target))
         mine = {place for _, place in sides.source.chain(source)}
         score += 0.5 * sum(place in mine for place in places) / len(places) + 0.4 * (places[-1] in mine)
         yield source, score + evidence.nearness(source, target)

@@ -35,14 +35,14 @@ _MEANINGS: dict[str, tuple[str, ...]] = {
         "mlp ffn ff feed_forward feedforward dense_relu_dense ffw",
     ),
     "projection": (
-        "query q q_proj query_proj wq to_q attn_q q_lin",
-        "key k k_proj key_proj wk to_k attn_k k_lin",
-        "value v v_proj value_proj wv to_v attn_v v_lin",
-        "out o o_proj out_proj attn_out to_out wo output_proj attn_output attention_output out_lin c_proj proj",
-        "wi_0 gate gate_proj wi_gate ffn_gate feedforward_gate_dense w_one",
-        "wi_1 up up_proj wi_up ffn_up w_three",
-        "wi up up_proj fc_in fc_one c_fc intermediate feedforward_intermediate_dense ffn_up w_one lin_one linear_one",
-        "wo down down_proj fc_out fc_two c_proj ffn_down feedforward_output_dense w_two lin_two linear_two",
+        "query q wq attn_q",
+        "key k wk attn_k",
+        "value v wv attn_v",
+        "out o attn_out wo output_proj attn_output attention_output c_proj proj",
+        "wi_0 gate wi_gate ffn_gate feedforward_gate_dense w_one",
+        "wi_1 up wi_up ffn_up w_three",
+        "wi up fc_in fc_one c_fc intermediate feedforward_intermediate_dense ffn_up w_one lin_one linear_one",
+        "wo down fc_out fc_two c_proj ffn_down feedforward_output_dense w_two lin_two linear_two",
     ),
     "embedding": (
         "token_embedder shared embed_tokens wte tok_embeddings word_embeddings token_embd shared_embedding",
@@ -87,7 +87,12 @@ _SHORT |= {
     "embeddings": "embedding",
     "layers": "layer",
     "blocks": "block",
+    "queries": "query",
+    "keys": "key",
+    "values": "value",
 }
+# Words that do not change what a part means: `linear_q` and `q_proj` are `q`.
+_FILLERS = frozenset({"proj", "projection", "linear", "lin", "einsum", "to"})
 
 
 @functools.cache
@@ -150,7 +155,11 @@ def _written_out(part: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def meanings(part: str) -> Mapping[str, frozenset[str]]:
     """Returns the meanings of a part by category, if any."""
-    return _known_words().get(_written_out(part), {})
+    words = words_of(part)
+    known = _known_words().get("_".join(words))
+    if known is None and not _FILLERS.isdisjoint(words):
+        known = _known_words().get("_".join(word for word in words if word not in _FILLERS))
+    return known or {}
 
 
 def meaning_of(part: str) -> str:
@@ -189,6 +198,12 @@ def features(parts: Iterable[str], tier: int) -> frozenset[str]:
     if tier == 0:
         return parts
     if tier == 1:
-        known = {f"{category}:{word}" for part in parts for category, found in meanings(part).items() for word in found}
+        # What may be a kernel or a scale has neither in common with another.
+        known = {
+            f"{category}:{word}"
+            for part in parts
+            for category, found in meanings(part).items()
+            for word in (found if category != "kind" or len(found) == 1 else ())
+        }
         return frozenset(known | set(map(_written_out, parts)))
     return frozenset(word for part in parts for word in _single_words(part))

@@ -153,15 +153,20 @@ def _in_place(moves: Sequence[Move], names: Collection[str], *, is_first: bool) 
 
     They go by the source's names, or by the target's if layers are unstacked.
     """
-    is_late = any((move.turns or move.shapes) and move.axis is not None and not move.stacks for move in moves)
+    is_late = any((move.axes or move.shapes) and move.axis is not None and not move.stacks for move in moves)
     those = [move for move in moves if (move.stacks or (move.axis is None and not is_late)) == is_first]
-    turned = [name for move in those if move.turns for name in (move.sources if is_first else move.targets)]
-    steps: list[Transform] = [Transpose(_pattern(turned, names))] if turned else []
+    turned: dict[tuple[int, ...] | None, list[str]] = {}
     shapes: dict[tuple[int, ...], list[str]] = {}
     for move in those:
-        if move.shapes:
-            shapes.setdefault(move.shapes[1], []).extend(move.sources if is_first else move.targets)
-    return steps + [Reshape(_pattern(some, names), shape) for shape, some in shapes.items()]
+        its = move.sources if is_first else move.targets
+        if move.axes:
+            turned.setdefault(None if move.axes == (1, 0) else move.axes, []).extend(its)
+        elif move.shapes:
+            shapes.setdefault(move.shapes[1], []).extend(its)
+    return [
+        *(Transpose(_pattern(some, names), axes) for axes, some in turned.items()),
+        *(Reshape(_pattern(some, names), shape) for shape, some in shapes.items()),
+    ]
 
 
 def _block_steps(
@@ -209,8 +214,8 @@ def _pattern(names: Sequence[str], every: Collection[str]) -> str:
     others = set(every).difference(names)
     for depth in (1, 2, 3):
         ends = {"".join(re.split(r"([/.])", name)[-2 * depth :]) for name in names}
-        pattern = f".*(?:{_alternatives(ends)})" if len(ends) > 1 else f".*{re.escape(next(iter(ends)))}"
-        pattern = _NUMBER.sub(r"\\d+", pattern)
+        found = sorted({_NUMBER.sub(r"\\d+", re.escape(end)) for end in ends})
+        pattern = f".*(?:{'|'.join(found)})" if len(found) > 1 else f".*{found[0]}"
         if not any(re.fullmatch(pattern, name) for name in others):
             return pattern
     return "|".join(sorted({_NUMBER.sub(r"\\d+", re.escape(name)) for name in names}))

@@ -37,6 +37,24 @@ def test_blocks_of_layers_are_found_there_and_back(depth, size, axis):
         assert len(alignment.transforms) < 10
 
 
+@pytest.mark.parametrize(("old", "new"), [(0, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize("is_square", [False, True])
+def test_layers_on_an_axis_of_both_sides_are_transposed_as_the_layers_are(old, new, is_square):
+    rng = np.random.default_rng(0)
+    leaves = {"attn.q_proj": (4, 4), "mlp.up_proj": (4, 4 if is_square else 9), "norm": (4,)}
+    layers = {name: rng.normal(size=(3, *shape)) for name, shape in leaves.items()}
+    source = {f"blocks.stacked.{name}.weight": np.moveaxis(value, 0, old) for name, value in layers.items()}
+    words = {"attn.q_proj": "attention/query/kernel", "mlp.up_proj": "mlp/up/kernel", "norm": "norm/scale"}
+    target = {
+        f"decoder/layers/{words[name]}": np.moveaxis(np.swapaxes(value, 1, -1) if value.ndim > 2 else value, 0, new)
+        for name, value in layers.items()
+    }
+    for ours, theirs in ((source, target), (target, source)):
+        alignment = ot.rules.align(ours, theirs)
+        assert not wrong_leaves(alignment, ours, theirs)
+        assert len(alignment.open) == (2 if is_square else 0)
+
+
 def mapped():
     rng = np.random.default_rng(0)
     stacked = {"VmapDense_0/kernel": rng.normal(size=(3, 4, 5)), "VmapDense_0/bias": rng.normal(size=(3, 5))}

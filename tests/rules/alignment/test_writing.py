@@ -47,7 +47,7 @@ def test_layers_are_stacked_and_unstacked_whatever_their_numbers(form, start, de
 def test_only_the_leaves_of_moves_are_transposed():
     names = ["a/wi/weight", "a/wo/weight", "a/emb/weight", "b/wi/weight"]
     source = {name: np.ones((2, 3)) for name in names}
-    moves = [Move((name,), (name,), turns=name != "a/emb/weight") for name in names[:3]]
+    moves = [Move((name,), (name,), axes=(1, 0) if name != "a/emb/weight" else ()) for name in names[:3]]
     result = applied(moves_as_transforms(moves, names, names), source)
     assert {name: value.shape for name, value in result.items()} == {
         "a/wi/weight": (3, 2),
@@ -55,7 +55,7 @@ def test_only_the_leaves_of_moves_are_transposed():
         "a/emb/weight": (2, 3),
         "b/wi/weight": (2, 3),
     }
-    moves = [Move((name,), (f"{name}.x",), turns=True) for name in names]
+    moves = [Move((name,), (f"{name}.x",), axes=(1, 0)) for name in names]
     assert {
         value.shape
         for value in applied(moves_as_transforms(moves, names, [f"{name}.x" for name in names]), source).values()
