@@ -111,7 +111,7 @@ class Limits:
             raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {self.rank}")
 
     def require_name(self, name: str, path: str) -> None:
-        """Refuses a leaf's name that is too long or too deep; charges it."""
+        """Charges a leaf's name; refuses long or deep names."""
         nbytes = len(name.encode())
         if nbytes > self.name_bytes:
             self.require_name_length(nbytes, path)

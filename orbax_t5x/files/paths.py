@@ -44,6 +44,7 @@ _HUB_SNAPSHOT = re.compile(r"(?P<cache>.*/models--[^/]+)/snapshots(/.*)?")
 _HUB_FILE = re.compile(
     r".*/models--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?P<file>/.*)?", re.ASCII
 )
+_CUT_URL = re.compile(r"(gs|s3|hf|https?):/([^/].*)", re.DOTALL)
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -58,6 +59,12 @@ def url_scheme(path: str) -> str | None:
     """Returns a URL's scheme (`gs`, `s3`, `https`), or None."""
     match = _URL.match(path)
     return match["scheme"].lower() if match else None
+
+
+def whole_url(path: str) -> str | None:
+    """Returns the URL that lost a slash in a `pathlib.Path`, or None."""
+    match = _CUT_URL.fullmatch(path)
+    return match and f"{match[1]}://{match[2]}"
 
 
 def shared_path(path: str) -> str:

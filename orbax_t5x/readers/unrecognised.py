@@ -17,7 +17,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.files.paths import LEADS_OUT
+from orbax_t5x.files.paths import LEADS_OUT, whole_url
 from orbax_t5x.files.places import files_at
 from orbax_t5x.files.schemes import FILE_SUFFIXES
 from orbax_t5x.readers.detect.foreign import foreign_format
@@ -28,8 +28,6 @@ from orbax_t5x.text.wording import listed
 
 # A model of the Hugging Face hub: an organisation and a name.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-# A URL of which a slash was lost, by a shell's or a path's join.
-_CUT_URL = re.compile(r"(gs|s3|hf|https?):/([^/].*)")
 _SHARD = re.compile(r".+\.data-[0-9]{5}-of-[0-9]{5}", re.ASCII | re.DOTALL)
 # Names of a directory that an error shows.
 _SHOWN_NAMES = 8
@@ -43,8 +41,8 @@ def missing_error(path: str, text: str) -> CheckpointError:
     message = "no such file or directory, and no TensorFlow bundle with this prefix"
     if files_at(path).is_remote:
         return _missing_remotely(path, message)
-    if cut := _CUT_URL.fullmatch(text):
-        return CheckpointNotFoundError(f"no such file or directory; of a URL, open '{cut[1]}://{cut[2]}'", path=path)
+    if url := whole_url(text):
+        return CheckpointNotFoundError(f"no such file or directory; of a URL, open {url!r}", path=path)
     directory = os.path.dirname(path)
     there = _existing(directory)
     if close := _close_names(there, path[len(there) :].strip(os.sep).split(os.sep)[0]):

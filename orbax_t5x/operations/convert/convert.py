@@ -25,7 +25,7 @@ from orbax_t5x.concurrency import guarded, is_meant_for_caller
 from orbax_t5x.concurrency.cleanup import Cleanup, call_with_cleanup
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import check_memory_limit
-from orbax_t5x.files.paths import url_scheme
+from orbax_t5x.files.paths import url_scheme, whole_url
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.multihost.heartbeat import announce_exit
@@ -246,6 +246,10 @@ _DESTINATIONS: Registry[Callable[[str], Destination]] = Registry(
 
 def _destination(name: str) -> Destination:
     scheme = url_scheme(name)
+    if url := whole_url(name):
+        raise UnsupportedCheckpointError(
+            f"a URL that lost a slash; pass {url!r} as text, not as a pathlib.Path", path=name
+        )
     if scheme is None:
         return LocalDestination(name)
     try:

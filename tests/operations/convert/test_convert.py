@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -148,6 +149,14 @@ def test_usage_errors(tmp_path):
     with pytest.raises(RestorePlanError, match="duplicate"):
         ot.convert(checkpoint({"a/b": np.ones(2), "a.b": np.ones(2)}), tmp_path / "out")
     assert names_in(tmp_path) == []
+
+
+def test_a_url_that_lost_a_slash_is_no_directory(tmp_path, monkeypatch):
+    """`pathlib` makes one slash of two."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedCheckpointError, match="pass 'gs://bucket/out' as text"):
+        ot.convert(checkpoint({"a": np.zeros(3)}), pathlib.Path("gs://bucket/out"))
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
