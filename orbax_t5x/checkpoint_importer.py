@@ -39,7 +39,7 @@ from orbax_t5x.mesh_tf.rules import (
     t5_importer,
 )
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
-from orbax_t5x.provenance.decision import Decision
+from orbax_t5x.provenance.question import Decision
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.planner import build_plan, plan_inputs

@@ -20,21 +20,17 @@ A job that starts is in the first column, but for steps of another writer: they 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-from orbax_t5x.provenance.chains import ChainRecord, RuleRecord
+from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.history import HistoryComparison, RecordedRule, compare
-from orbax_t5x.provenance.records import UNRECORDED, Entry, Lineage, applied_rules, make_entry
-from orbax_t5x.provenance.versions import VersionQuestion, version_of
+from orbax_t5x.provenance.question import Decision, ResumeContext
+from orbax_t5x.provenance.records import UNRECORDED, Lineage, applied_rules
+from orbax_t5x.provenance.versions import decide_by_version
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.narrow import is_mapping
-
-CallerKind = Literal["own step", "start", "restore", "convert"]
-"""The kinds of callers: a restore of the run's own step (a handler's, without `source=`); the same by
-`restore_or_initialize`; any other restore or plan; and calls that make a new checkpoint or a new run (`convert`,
-`init_from=`, the command line)."""
 
 _SHOWN_RULES = 12
 
@@ -48,88 +44,23 @@ _NEW_OR_SAME_RUN = Fix.any_of(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class ResumeContext:
-    """Facts of a restore for a decision, beside the record.
-
-    Attributes:
-      chain: the transforms that are given.
-      caller: the kind of the caller.
-      is_resuming: as the caller passed it; None decides by the record.
-      has_fallback: whether leaves that are missing are filled.
-      source: path of the source, or name -> path.
-      format: of the source, or name -> format.
-      transforms: that the chain records, for fixes.
-      leads_to_target: as in `VersionQuestion`.
-    """
-
-    chain: ChainRecord
-    caller: CallerKind
-    is_resuming: bool | None
-    has_fallback: bool
-    source: str | Mapping[str, str]
-    format: str | Mapping[str, str]
-    transforms: tuple[Callable[..., Any], ...] = ()
-    leads_to_target: Callable[[Sequence[int], bool], bool] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """Outcome of a decision.
-
-    Attributes:
-      is_resuming: whether they were applied already.
-      skipped: positions of the transforms that were applied already.
-      migrations: names of those that were applied before; None without any given.
-      lineage: of the state that is restored.
-      problem: why nothing can be decided, and what the caller can pass; None where it is decided.
-      warning: what a person should see; empty where nothing is.
-      note: what was applied to the source before, where other transforms are applied on top; else empty.
-      unmatched: the lineage where the transforms that are applied match nothing; None for `lineage` itself.
-    """
-
-    is_resuming: bool
-    lineage: Lineage
-    problem: tuple[str, Fix] | None = None
-    warning: str = ""
-    note: str = ""
-    unmatched: Lineage | None = None
-    skipped: Sequence[int] = ()
-    migrations: tuple[str, ...] | None = None
-
-
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     """Decides if transforms are applied, by the source's lineage."""
     lineage = record or ()
     if any(step.name for step in context.chain.steps):
-        return _decide_by_version(lineage, context)
+        return decide_by_version(lineage, context)
     if context.caller == "start" and record is None:
         # Another writer's: whether this run's transforms were applied to it is not known.
-        return Decision(True, (UNRECORDED,) if context.chain else (_entry(context),))
+        return Decision(True, (UNRECORDED if context.chain else context.entry(context.chain),))
     if not context.chain:
-        return Decision(context.is_resuming is True, lineage or (_entry(context),))
+        return Decision(context.is_resuming is True, lineage or (context.entry(context.chain),))
     found = compare(lineage, context.chain)
-    if context.caller == "start":
-        # The answer is one about `init_from` at every start: it counts where the record leaves a question.
+    # The answer of a start is one about `init_from`: it counts where the record leaves a question.
+    if context.is_resuming is None or context.caller == "start":
         decision = _decide_by_record(lineage, context, found)
-        if decision.problem is None or context.is_resuming is None:
+        if context.is_resuming is None or decision.problem is None:
             return decision
-    if context.is_resuming is not None:
-        return _decide_by_answer(lineage, context, found)
-    return _decide_by_record(lineage, context, found)
-
-
-def _decide_by_version(lineage: Lineage, context: ResumeContext) -> Decision:
-    """Decides for migrations; a start's answer fills gaps."""
-    fits, chain = context.leads_to_target, context.chain
-    asked = VersionQuestion(chain, lineage, None, context.source, context.format, fits)
-    version = version_of(asked)
-    if context.is_resuming is not None and (context.caller != "start" or version.problem is not None):
-        version = version_of(asked._replace(is_resuming=context.is_resuming))
-    if version.problem is not None:
-        return Decision(False, lineage, problem=version.problem)
-    is_resuming = len(version.skipped) == len(chain.steps)
-    return Decision(is_resuming, version.lineage, skipped=version.skipped, migrations=version.applied)
+    return _decide_by_answer(lineage, context, found)
 
 
 def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryComparison) -> Decision:
@@ -142,8 +73,7 @@ def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryCo
         note = "the record holds the same rules in another order" if found.is_reordered else ""
         return Decision(True, lineage, warning="" if is_own else _already_applied(lineage, before), note=note)
     if found.relation == "prefix":
-        rest = dataclasses.replace(context, chain=context.chain.part(found.applied), is_resuming=None)
-        entry = make_entry(rest.source, rest.format, rest.chain, continues=True)
+        entry = context.entry(context.chain.part(found.applied), continues=True)
         note = f"{found.applied} of {len(context.chain.steps)} rules were applied before: {before}"
         return Decision(False, (*lineage, entry), note=note, skipped=range(found.applied))
     if found.relation == "apart" and not is_own:
@@ -152,10 +82,10 @@ def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryCo
         what = "nothing records what was applied to this state before it was saved"
         return _decide_unrecorded(lineage, context, what, _answers(found, context))
     if found.relation == "opaque":
-        applied = [entry for entry in lineage if applied_rules(entry)]
-        whose = "those given" if context.chain.digest is None else f"those recorded ({_brief(applied[-1])})"
+        applied = listed(next(filter(None, map(applied_rules, reversed(lineage)))), 1)
+        whose = "those given" if context.chain.digest is None else f"those recorded ({applied})"
         what = (
-            f"{_brief(applied[-1])} was applied to this state before, and whether that is what is given now cannot be "
+            f"{applied} was applied to this state before, and whether that is what is given now cannot be "
             f"told: {whose} hold a lambda, a closure, a callable object or too much data, and so have no digest"
         )
         return _decide_unrecorded(lineage, context, what, _ANSWERS)
@@ -175,8 +105,8 @@ def _decide_by_answer(lineage: Lineage, context: ResumeContext, found: HistoryCo
     if context.is_resuming:
         # Without a digest the entry could not be found again.
         is_remembered = is_known or context.chain.digest is None
-        return Decision(True, lineage if is_remembered else (*lineage, _entry(context)))
-    if is_known and context.caller != "restore" and context.caller != "convert":
+        return Decision(True, lineage if is_remembered else (*lineage, context.entry(context.chain, is_resuming=True)))
+    if is_known and context.caller in ("own step", "start"):
         what = "transforms would be applied again that the run's own record says were applied already"
         return Decision(False, lineage, problem=(what, Fix.setting("remove {}", is_resuming=False)))
     return _decide_to_apply(lineage, context)
@@ -184,15 +114,9 @@ def _decide_by_answer(lineage: Lineage, context: ResumeContext, found: HistoryCo
 
 def _decide_to_apply(lineage: Lineage, context: ResumeContext) -> Decision:
     """Applies the transforms, and records them if they count."""
-    if context.is_resuming is not None:
-        return Decision(False, (*lineage, _entry(context)))
-    without = lineage or (_entry(dataclasses.replace(context, chain=ChainRecord.of(()))),)
-    return Decision(False, (*lineage, _entry(context)), unmatched=without)
-
-
-def _entry(context: ResumeContext) -> Entry:
-    answer = context.is_resuming if context.chain else None
-    return make_entry(context.source, context.format, context.chain, is_resuming=answer)
+    entry = context.entry(context.chain, is_resuming=context.is_resuming)
+    without = None if context.is_resuming is not None else lineage or (context.entry(ChainRecord()),)
+    return Decision(False, (*lineage, entry), unmatched=without)
 
 
 def _answers(found: HistoryComparison, context: ResumeContext) -> Fix:
@@ -221,11 +145,6 @@ def _changes_no_value(context: ResumeContext) -> bool:
 # -- texts
 
 
-def _brief(entry: Entry) -> str:
-    rules = applied_rules(entry)
-    return listed(rules, 1)
-
-
 def _already_applied(lineage: Lineage, before: str) -> str:
     source = next(entry["source"] for entry in reversed(lineage) if applied_rules(entry))
     where = ", ".join(source.values()) if is_mapping(source) else source
@@ -241,7 +160,7 @@ def _side_by_side(recorded: Sequence[RecordedRule], chain: ChainRecord) -> list[
     left, newest = list(enumerate(recorded)), -1
     for step in chain.steps:
         text = "; ".join(step.texts)
-        same = [one for one in left if _is_same(one[1], step)][:1]
+        same = [one for one in left if one[1].digest is not None and one[1].digest == step.digest][:1]
         alike = same or [one for one in left if not set(one[1].texts).isdisjoint(step.texts)]
         left = [one for one in left if one not in alike]
         old = "; ".join(text for _, rule in alike for text in rule.texts)
@@ -255,10 +174,6 @@ def _side_by_side(recorded: Sequence[RecordedRule], chain: ChainRecord) -> list[
         else:
             rows.append(f"changed: {text} (recorded as {old})")
     return [*rows, *(f"missing in those given: {'; '.join(rule.texts)}" for _, rule in left)]
-
-
-def _is_same(rule: RecordedRule, step: RuleRecord) -> bool:
-    return rule.digest is not None and rule.digest == step.digest
 
 
 def _is_part(rules: Sequence[Any], of: Sequence[Any]) -> bool:
@@ -288,41 +203,3 @@ def _fix_of_difference(recorded: Sequence[RecordedRule], context: ResumeContext)
         ),
         Fix("apply alone, with is_resuming=False, those that this state lacks"),
     )
-
-
-# -- several items
-
-
-def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
-    """Combines the decisions for several items."""
-    first = next(iter(decisions.values()))
-    if len(decisions) == 1:
-        return first
-    answers = {name: _answer_text(decision) for name, decision in decisions.items()}
-    lineage = _union_of_lineages([decision.lineage for decision in decisions.values()])
-    if len(set(answers.values())) > 1:
-        answer_texts = "; ".join(f"{name!r}: {answer}" for name, answer in answers.items())
-        what = f"the items of this step have differing records of what was applied to them: {answer_texts}"
-        return Decision(False, lineage, problem=(what, Fix.setting("restore one item at a time with {}", item=...)))
-    warnings = dict.fromkeys(decision.warning for decision in decisions.values() if decision.warning)
-    notes = dict.fromkeys(decision.note for decision in decisions.values() if decision.note)
-    without = [decision.unmatched for decision in decisions.values() if decision.unmatched is not None]
-    unmatched = _union_of_lineages(without) if len(without) == len(decisions) else None
-    texts = "; ".join(warnings), "; ".join(notes)
-    return Decision(first.is_resuming, lineage, first.problem, *texts, unmatched, first.skipped, first.migrations)
-
-
-def _answer_text(decision: Decision) -> str:
-    if decision.problem is not None:
-        return "not decided"
-    if decision.skipped:
-        return f"{len(decision.skipped)} of them applied already"
-    return "applied already" if decision.is_resuming else "to be applied"
-
-
-def _union_of_lineages(lineages: Sequence[Lineage]) -> Lineage:
-    """Returns all entries, each once, in the order of the items."""
-    entries: list[Entry] = []
-    for lineage in lineages:
-        entries.extend(entry for entry in lineage if entry not in entries)
-    return tuple(entries)

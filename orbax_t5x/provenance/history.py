@@ -9,7 +9,7 @@ that digest.
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -22,7 +22,7 @@ Relation = Literal["nothing recorded", "equal", "prefix", "apart", "differs", "u
 
 
 class RecordedRule(NamedTuple):
-    """A rule of a record; migrations have their rules' digests."""
+    """Recorded rule; a migration has a name and its rules' digests."""
 
     texts: tuple[str, ...]
     digest: str | None
@@ -40,33 +40,25 @@ class Segment(NamedTuple):
     """
 
     rules: tuple[RecordedRule, ...]
-    whole: str | None
-    is_inserted: bool
+    whole: str | None = None
+    is_inserted: bool = False
 
     @classmethod
     def of(cls, entry: Entry) -> Segment:
         """Makes the segment of an entry."""
-        texts, steps = applied_rules(entry), entry.get("steps")
+        texts, steps = iter(applied_rules(entry)), entry.get("steps")
         inserted = entry.get("is_resuming") is False
         if steps is None:
-            return cls(tuple(RecordedRule((text,), None) for text in texts), entry["digest"], inserted)
+            return cls(tuple(RecordedRule((text,), None) for text in texts), entry.get("digest"), inserted)
         rules: list[RecordedRule] = []
-        position = 0
         for step in steps:
-            own = tuple(texts[position : position + step["rules"]])
-            rules.append(RecordedRule(own, step["digest"], step.get("name"), tuple(step.get("parts", ()))))
-            position += step["rules"]
+            own, parts = tuple(itertools.islice(texts, step["rules"])), tuple(step.get("parts", ()))
+            rules.append(RecordedRule(own, step["digest"], step.get("name"), parts))
         return cls(tuple(rules), None, inserted)
 
-    @property
-    def is_opaque(self) -> bool:
-        """Truth of this: a rule cannot be compared."""
-        return self.whole is None and any(rule.digest is None for rule in self.rules)
 
-
-@dataclasses.dataclass(frozen=True)
-class HistoryReading:
-    """A way to read a record.
+class HistoryReading(NamedTuple):
+    """Way to read a record.
 
     It is not `is_sure` if rules were applied before that nobody recorded.
     """
@@ -75,8 +67,30 @@ class HistoryReading:
     is_sure: bool
 
     def rules(self) -> list[RecordedRule]:
-        """Lists the rules in the order of application."""
+        """Lists the rules in the order in which they were applied."""
         return [rule for segment in self.segments for rule in segment.rules]
+
+    def matched(self, chain: ChainRecord) -> int | None:
+        """Counts a list's first rules that match, or returns None.
+
+        Inserted rules may stand anywhere among them in the list, in their order.
+        """
+        in_order = _matched_in_order(self.segments, chain)
+        if in_order is not None:
+            return in_order
+        left = list(range(len(chain.steps)))
+        for segment in self.segments:
+            if segment.is_inserted:
+                found = _found_in_order(segment, chain, left)
+                if found is None:
+                    return None
+                left = [position for position in left if position not in found]
+        main = [segment for segment in self.segments if not segment.is_inserted]
+        count = _matched_in_order(main, ChainRecord(tuple(chain.steps[position] for position in left)))
+        if count is None or len(main) == len(self.segments):
+            return None
+        taken = set(range(len(chain.steps))) - set(left[count:])
+        return len(taken) if taken == set(range(len(taken))) else None
 
 
 class HistoryComparison(NamedTuple):
@@ -94,37 +108,44 @@ class HistoryComparison(NamedTuple):
     recorded: tuple[RecordedRule, ...] = ()
     is_reordered: bool = False
 
+    @classmethod
+    def matching(cls, relation: Relation, count: int, reading: HistoryReading) -> HistoryComparison:
+        """Makes the result for a reading that the list begins with."""
+        is_reordered = any(segment.is_inserted for segment in reading.segments)
+        return cls(relation, count, tuple(reading.rules()), is_reordered)
+
 
 def compare(lineage: Lineage, chain: ChainRecord) -> HistoryComparison:
     """Compares given rules with a lineage's rules."""
-    applied = [Segment.of(entry) for entry in lineage if applied_rules(entry)]
+    everything = [rule for entry in lineage for rule in Segment.of(entry).rules]
     has_gap = any(map(is_unrecorded, lineage))
-    if not applied and not has_gap:
+    if not everything and not has_gap:
         return HistoryComparison("nothing recorded")
     readings = _readings(lineage)
-    matches = [(count, reading) for reading in readings if (count := _matched(reading, chain)) is not None]
+    matches = [(count, reading) for reading in readings if (count := reading.matched(chain)) is not None]
     for count, reading in matches:
         if count == len(chain.steps):
-            rules = tuple(reading.rules())
-            return HistoryComparison("equal", count, rules, _is_reordered(reading))
+            return HistoryComparison.matching("equal", count, reading)
     if has_gap and not any(reading.is_sure for reading in readings):
         return HistoryComparison("unrecorded", max((count for count, _ in matches), default=0))
-    if any(segment.is_opaque for segment in applied) or any(step.identity is None for step in chain.steps):
+    if any(step.identity is None for step in chain.steps) or any(map(_is_opaque, map(Segment.of, lineage))):
         return HistoryComparison("opaque")
-    everything = [rule for segment in applied for rule in segment.rules]
     sure = [(count, reading) for count, reading in matches if reading.is_sure]
     if sure:
         count, reading = max(sure, key=lambda match: match[0])
         if not in_common(_without(everything, reading.rules()), chain.part(count)):
-            return HistoryComparison("prefix", count, tuple(reading.rules()), _is_reordered(reading))
+            return HistoryComparison.matching("prefix", count, reading)
     recorded = tuple(max((reading.rules() for reading in readings if reading.is_sure), key=len))
     return HistoryComparison("differs" if in_common(everything, chain) else "apart", 0, recorded)
 
 
+def _is_opaque(segment: Segment) -> bool:
+    return segment.whole is None and any(rule.digest is None for rule in segment.rules)
+
+
 def _readings(lineage: Lineage) -> list[HistoryReading]:
     """Lists the ways to read a lineage."""
-    readings = [HistoryReading((), is_sure=True)]
-    is_sure = True
+    readings, is_sure = [HistoryReading((), is_sure=True)], True
     for entry in lineage:
         if is_unrecorded(entry):
             readings, is_sure = [], False
@@ -136,9 +157,7 @@ def _readings(lineage: Lineage) -> list[HistoryReading]:
         if entry.get("is_resuming"):
             readings = [*(one for one in readings if one.segments), HistoryReading((alone,), is_sure=True)]
             continue
-        readings = [
-            dataclasses.replace(one, segments=(*one.segments, segment if one.segments else alone)) for one in readings
-        ]
+        readings = [one._replace(segments=(*one.segments, segment if one.segments else alone)) for one in readings]
         # An answer that the rules are to be applied is one about all that was applied before.
         begun = HistoryReading((alone,), is_sure=is_sure or segment.is_inserted)
         if not entry.get("continues") and begun not in readings:
@@ -146,35 +165,8 @@ def _readings(lineage: Lineage) -> list[HistoryReading]:
     return readings
 
 
-def _matched(reading: HistoryReading, chain: ChainRecord) -> int | None:
-    """Counts a list's first rules that match a reading.
-
-    None: they do not match.
-
-    Inserted rules may stand anywhere among them in the list, in their order.
-    """
-    in_order = _matched_in_order(reading.segments, chain)
-    if in_order is not None:
-        return in_order
-    left = list(range(len(chain.steps)))
-    for segment in reading.segments:
-        if segment.is_inserted:
-            found = _found_in_order(segment, chain, left)
-            if found is None:
-                return None
-            left = [position for position in left if position not in found]
-    main = [segment for segment in reading.segments if not segment.is_inserted]
-    if len(main) == len(reading.segments):
-        return None
-    count = _matched_in_order(main, ChainRecord(tuple(chain.steps[position] for position in left)))
-    if count is None:
-        return None
-    taken = set(range(len(chain.steps))) - set(left[count:])
-    return len(taken) if taken == set(range(len(taken))) else None
-
-
 def _matched_in_order(segments: Iterable[Segment], chain: ChainRecord) -> int | None:
-    """Counts a list's first rules that match all segments, or None."""
+    """Counts a list's first rules that are the segments' in order."""
     position = 0
     for segment in segments:
         length = _length_of(segment, chain.part(position))
@@ -185,30 +177,25 @@ def _matched_in_order(segments: Iterable[Segment], chain: ChainRecord) -> int | 
 
 
 def _length_of(segment: Segment, chain: ChainRecord) -> int | None:
-    """Counts a list's first rules that match the segment, or None."""
-    if segment.whole is None:
-        length = len(segment.rules)
-        digests = [step.digest for step in chain.steps[:length]]
-        is_same = None not in digests and digests == [rule.digest for rule in segment.rules]
-        return length if is_same else None
-    lengths = range(1, len(chain.steps) + 1)
-    return next((length for length in lengths if chain.part(0, length).digest == segment.whole), None)
+    """Counts a list's first rules that are the segment's."""
+    if segment.whole is not None:
+        lengths = range(1, len(chain.steps) + 1)
+        return next((length for length in lengths if chain.part(0, length).digest == segment.whole), None)
+    digests = [step.digest for step in chain.steps[: len(segment.rules)]]
+    return len(digests) if None not in digests and digests == [rule.digest for rule in segment.rules] else None
 
 
 def _found_in_order(segment: Segment, chain: ChainRecord, positions: Sequence[int]) -> set[int] | None:
-    """Finds the positions of the segment's rules, or None."""
+    """Returns the positions of a list that hold the segment's rules."""
     found: set[int] = set()
-    wanted = iter(segment.rules)
-    rule = next(wanted, None)
-    for position in positions:
-        if rule is not None and rule.digest is not None and chain.steps[position].digest == rule.digest:
-            found.add(position)
-            rule = next(wanted, None)
-    return found if rule is None else None
-
-
-def _is_reordered(reading: HistoryReading) -> bool:
-    return any(segment.is_inserted for segment in reading.segments)
+    left = iter(positions)
+    for rule in segment.rules:
+        digest = rule.digest or ""  # no step's
+        position = next((one for one in left if chain.steps[one].digest == digest), None)
+        if position is None:
+            return None
+        found.add(position)
+    return found
 
 
 def _without(rules: Iterable[RecordedRule], others: Iterable[RecordedRule]) -> list[RecordedRule]:
@@ -224,10 +211,8 @@ def in_common(recorded: Iterable[RecordedRule], chain: ChainRecord) -> bool:
 
     By text, since an edited rule is in no other list.
     """
-    digests = {step.digest for step in chain.steps}
+    digests = {step.digest for step in chain.steps} - {None}
     texts = set(chain.rules)
     return any(
-        any(digest is not None and digest in digests for digest in (rule.digest, *rule.parts))
-        or not texts.isdisjoint(rule.texts)
-        for rule in recorded
+        not digests.isdisjoint((rule.digest, *rule.parts)) or not texts.isdisjoint(rule.texts) for rule in recorded
     )

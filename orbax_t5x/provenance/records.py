@@ -96,19 +96,19 @@ def applied_rules(entry: Entry) -> tuple[str, ...]:
 
 
 def same_history(one: Lineage, other: Lineage) -> bool:
-    """Tests if lineages record the same transforms.
+    """Tests if two lineages record the same transforms.
 
     Entries that only answer "applied already" do not count: they changed no value.
     """
-    return _history(one) == _history(other)
-
-
-def _history(lineage: Lineage) -> list[Any]:
-    return [
-        (entry.get("digest"), applied_rules(entry), is_unrecorded(entry))
-        for entry in lineage
-        if is_unrecorded(entry) or (applied_rules(entry) and not entry.get("is_resuming"))
+    histories = [
+        [
+            (entry.get("digest"), applied_rules(entry), is_unrecorded(entry))
+            for entry in lineage
+            if is_unrecorded(entry) or (applied_rules(entry) and not entry.get("is_resuming"))
+        ]
+        for lineage in (one, other)
     ]
+    return histories[0] == histories[1]
 
 
 # -- reading and writing
@@ -148,7 +148,7 @@ def checked_lineage(entries: Any, *, path: str | os.PathLike[str] | None = None)
     if not is_sequence(entries):
         raise CorruptCheckpointError("the provenance record is not a list", path=path)
     for entry in entries:
-        if not is_mapping(entry) or not (_is_unrecorded_form(entry) or _is_entry_form(entry)):
+        if not is_mapping(entry) or not _is_entry_form(entry):
             raise CorruptCheckpointError(f"malformed provenance record {str(entry)[:200]}", path=path)
     return tuple(dict(entry) for entry in entries)
 
@@ -164,24 +164,17 @@ def given_lineage(entries: Any) -> Lineage:
         ) from None
 
 
-def _is_unrecorded_form(entry: Mapping[str, Any]) -> bool:
-    return dict(entry) == UNRECORDED
-
-
 def _is_entry_form(entry: Mapping[str, Any]) -> bool:
-    if (
-        not _is_text_or_texts(entry.get("source"))
-        or not _is_text_or_texts(entry.get("format"))
-        or "transforms" not in entry
-    ):
-        return False
-    if not isinstance(entry.get("is_resuming"), bool | None):
-        return False
-    if "digest" not in entry or not isinstance(entry["digest"], str | None):
-        return False
-    if entry["transforms"] is not None and not _is_list_of_texts(entry["transforms"]):
-        return False
-    return isinstance(entry.get("continues", False), bool) and _are_steps(entry.get("steps"), entry["transforms"] or ())
+    return dict(entry) == UNRECORDED or (
+        _is_text_or_texts(entry.get("source"))
+        and _is_text_or_texts(entry.get("format"))
+        and "transforms" in entry
+        and (entry["transforms"] is None or _is_list_of_texts(entry["transforms"]))
+        and isinstance(entry.get("digest", 0), str | None)
+        and isinstance(entry.get("is_resuming"), bool | None)
+        and isinstance(entry.get("continues", False), bool)
+        and _are_steps(entry.get("steps"), entry["transforms"] or ())
+    )
 
 
 def _are_steps(steps: Any, texts: Sequence[str]) -> bool:

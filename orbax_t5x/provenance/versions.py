@@ -2,106 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from orbax_t5x.provenance.chains import ChainRecord, RuleRecord
 from orbax_t5x.provenance.history import RecordedRule, Segment, in_common
-from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded, make_entry
+from orbax_t5x.provenance.question import Decision, ResumeContext
+from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 
 _SHOWN_NAMES = 12
 
 
-class VersionQuestion(NamedTuple):
-    """Facts that decide a state's version.
-
-    Attributes:
-      chain: the given transforms, the migrations last.
-      lineage: the state's record.
-      is_resuming: the caller's answer, or None.
-      source, format: as `make_entry` takes them.
-      leads_to_target: tests if the chain without some of its transforms leads to the target; with True exactly, else
-        as far as the restore's options permit; None without a target.
-    """
-
-    chain: ChainRecord
-    lineage: Lineage
-    is_resuming: bool | None
-    source: str | Mapping[str, str]
-    format: str | Mapping[str, str]
-    leads_to_target: Callable[[Sequence[int], bool], bool] | None
+def decide_by_version(lineage: Lineage, context: ResumeContext) -> Decision:
+    """Decides for a chain that ends with migrations."""
+    answer = context.is_resuming
+    # The answer of a start counts where the record leaves a question.
+    if answer is None or context.caller == "start":
+        decision = _by_record(lineage, context)
+        if answer is None or decision.problem is None:
+            return decision
+    steps = context.chain.steps
+    return _made(lineage, context, len(steps) - _first(context) if answer else 0, has_plain=answer, is_answer=answer)
 
 
-class MigratedState(NamedTuple):
-    """MigratedState of a state.
-
-    Attributes:
-      skipped: positions of the transforms that it has.
-      lineage: of the migrated state.
-      applied: the names of the migrations that it has.
-      problem: the reason why its version is not known, and the fix.
-    """
-
-    skipped: tuple[int, ...]
-    lineage: Lineage
-    applied: tuple[str, ...] = ()
-    problem: tuple[str, Fix] | None = None
+def _first(context: ResumeContext) -> int:
+    """Returns the position of the first migration."""
+    return next(index for index, step in enumerate(context.chain.steps) if step.name)
 
 
-def version_of(question: VersionQuestion) -> MigratedState:
-    """Finds the version of a state."""
-    chain = question.chain
-    first = next(index for index, step in enumerate(chain.steps) if step.name)
-    given = chain.steps[first:]
-    plain, recorded = _recorded(question.lineage)
-    if question.is_resuming is not None:
-        return _made(question, first, len(given) if question.is_resuming else 0, has_plain=question.is_resuming)
-    has_plain = bool(first) and [rule.digest for rule in plain] == [step.digest for step in chain.steps[:first]]
+def _by_record(lineage: Lineage, context: ResumeContext) -> Decision:
+    first = _first(context)
+    before, given = context.chain.steps[:first], context.chain.steps[first:]
+    plain, recorded = _recorded(lineage)
+    has_plain = bool(first) and [rule.digest for rule in plain] == [step.digest for step in before]
     if first and plain and not has_plain:
-        return _problem(
-            question,
-            f"{listed(_texts(plain), 1)} was applied to this state before, which is not "
-            f"{listed(_texts(chain.steps[:first]), 1)}, given before the migrations",
-            _answers(),
-        )
+        what = f"{listed(_texts(plain), 1)} was applied to this state before, which is not {listed(_texts(before), 1)}"
+        return _problem(lineage, f"{what}, given before the migrations", _answers())
     if recorded:
-        first_given = [(one.name, one.digest) for one in given[: len(recorded)]]
-        same = [(rule.name, rule.digest) for rule in recorded] == first_given
-        if same and (has_plain or not first):
-            return _made(question, first, len(recorded), has_plain=has_plain)
-        return _problem(question, *_difference(recorded, given))
-    inner = ChainRecord(tuple(rule for one in given for rule in one.inner))
+        is_same = [(rule.name, rule.digest) for rule in recorded] == [
+            (one.name, one.digest) for one in given[: len(recorded)]
+        ]
+        if is_same and (has_plain or not first):
+            return _made(lineage, context, len(recorded), has_plain=has_plain)
+        return _problem(lineage, *_difference(recorded, given))
     assumed = sum(one.is_assumed for one in given)
     if assumed:
-        return _made(question, first, assumed, has_plain=has_plain)
+        return _made(lineage, context, assumed, has_plain=has_plain)
+    inner = ChainRecord(tuple(rule for one in given for rule in one.inner))
     if not has_plain and plain and in_common(plain, inner):
-        return _problem(question, *_plain_question(plain, given))
-    return _by_leaves(question, first, has_plain=has_plain)
+        return _problem(lineage, *_plain_question(plain, given))
+    return _by_leaves(lineage, context, has_plain=has_plain)
 
 
-def _by_leaves(question: VersionQuestion, first: int, *, has_plain: bool) -> MigratedState:
-    """Finds the only version that leads to the target."""
-    given = question.chain.steps[first:]
-    counts, fits = range(len(given) + 1), question.leads_to_target
-    if fits is None:
-        why, fitting = "there is no target to tell its version by", list(counts)
-    else:
-        fitting = [count for count in counts if fits(_skipped(first, count, has_plain), True)]
-        fitting = fitting or [count for count in counts if fits(_skipped(first, count, has_plain), False)]
+def _by_leaves(lineage: Lineage, context: ResumeContext, *, has_plain: bool) -> Decision:
+    """Takes the only version whose remaining migrations lead to the target."""
+    first, fits = _first(context), context.leads_to_target
+    names = [one.name or "" for one in context.chain.steps[first:]]
+    fitting, why = list(range(len(names) + 1)), "there is no target to tell its version by"
+    if fits is not None:
+        versions = [_skipped(first, count, has_plain) for count in fitting]
+        found = [[count for count in fitting if fits(versions[count], is_exact)] for is_exact in (True, False)]
+        fitting = found[0] or found[1]
         why = f"{len(fitting)} versions lead to the target by names and shapes"
     if len(fitting) == 1:
-        return _made(question, first, fitting[0], has_plain=has_plain)
-    names = [one.name or "" for one in given]
+        return _made(lineage, context, fitting[0], has_plain=has_plain)
+    unknown = "nothing records which migrations this state has, and"
     if not fitting:
         every = "without any of them, with some, and with all"
-        what = f"nothing records which migrations this state has, and no version leads to the target ({every})"
         fix = "change the target, or add a migration at the end; migrations.since(name) shows what a version misses"
-        return _problem(question, f"{what}: {listed(names, _SHOWN_NAMES)}", Fix.in_program(fix))
-    versions = [f"up to {names[count - 1]!r}" if count else "none of them" for count in fitting]
-    what = f"nothing records which migrations this state has, and {why}: {listed(versions, _SHOWN_NAMES)}"
-    return _problem(question, what, _since([names[count - 1] for count in fitting if count], 0 in fitting))
+        what = f"{unknown} no version leads to the target ({every}): {listed(names, _SHOWN_NAMES)}"
+        return _problem(lineage, what, Fix.in_program(fix))
+    shown = [f"up to {names[count - 1]!r}" if count else "none of them" for count in fitting]
+    fix = _since([names[count - 1] for count in fitting if count], 0 in fitting)
+    return _problem(lineage, f"{unknown} {why}: {listed(shown, _SHOWN_NAMES)}", fix)
 
 
 def _since(names: Sequence[str], can_be_oldest: bool) -> Fix:
@@ -158,38 +132,37 @@ def _recorded(lineage: Lineage) -> tuple[list[RecordedRule], list[RecordedRule]]
     plain: list[RecordedRule] = []
     named: dict[str, RecordedRule] = {}
     for entry in lineage:
-        if is_unrecorded(entry):
+        # An answer is about all that the state has.
+        if is_unrecorded(entry) or (applied_rules(entry) and entry.get("is_resuming")):
             plain, named = [], {}
-        if not applied_rules(entry):
-            continue
         rules = Segment.of(entry).rules
-        if entry.get("is_resuming"):
-            plain, named = [], {}  # an answer is about all that the state has
         plain += [rule for rule in rules if rule.name is None]
         named.update((rule.name, rule) for rule in rules if rule.name is not None)
     return plain, list(named.values())
 
 
-def _made(question: VersionQuestion, first: int, count: int, *, has_plain: bool) -> MigratedState:
-    """Makes the version with the first migrations."""
-    chain, lineage = question.chain, question.lineage
-    skipped = _skipped(first, count, has_plain)
-    _, recorded = _recorded(lineage)
-    has = ChainRecord(tuple(chain.steps[index] for index in skipped))
-    if has and (len(recorded) < count or question.is_resuming):
-        lineage = (*lineage, make_entry(question.source, question.format, has, is_resuming=True))
-    rest = ChainRecord(tuple(step for index, step in enumerate(chain.steps) if index not in skipped))
+def _made(
+    lineage: Lineage, context: ResumeContext, count: int, *, has_plain: bool, is_answer: bool = False
+) -> Decision:
+    """Decides for a state with the first migrations."""
+    skipped = _skipped(_first(context), count, has_plain)
+    steps = enumerate(context.chain.steps)
+    has = ChainRecord(tuple(context.chain.steps[index] for index in skipped))
+    rest = ChainRecord(tuple(step for index, step in steps if index not in skipped))
+    if has and (is_answer or len(_recorded(lineage)[1]) < count):
+        lineage = (*lineage, context.entry(has, is_resuming=True))
     if rest:
-        lineage = (*lineage, make_entry(question.source, question.format, rest, continues=bool(lineage)))
-    return MigratedState(skipped, lineage, tuple(step.name for step in has.steps if step.name))
+        lineage = (*lineage, context.entry(rest, continues=bool(lineage)))
+    names = tuple(step.name for step in has.steps if step.name)
+    return Decision(not rest, lineage, skipped=skipped, migrations=names)
 
 
 def _skipped(first: int, count: int, has_plain: bool) -> tuple[int, ...]:
     return (*(range(first) if has_plain else ()), *range(first, first + count))
 
 
-def _problem(question: VersionQuestion, what: str, fix: Fix) -> MigratedState:
-    return MigratedState((), question.lineage, problem=(what, fix))
+def _problem(lineage: Lineage, what: str, fix: Fix) -> Decision:
+    return Decision(False, lineage, problem=(what, fix))
 
 
 def _texts(rules: Sequence[RecordedRule | RuleRecord]) -> list[str]:

@@ -14,7 +14,7 @@ import jax
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.provenance.decision import Decision
+from orbax_t5x.provenance.question import Decision
 from orbax_t5x.provenance.records import Records
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of

@@ -17,7 +17,8 @@ import jax
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.decision import CallerKind, Decision, ResumeContext, combine_decisions, decide
+from orbax_t5x.provenance.decision import decide
+from orbax_t5x.provenance.question import CallerKind, Decision, ResumeContext, combine_decisions
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import OpenSources

@@ -17,7 +17,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.lazy import Leaf, counting_reads
 from orbax_t5x.lazy.node import LeafNode
-from orbax_t5x.provenance.decision import Decision
+from orbax_t5x.provenance.question import Decision
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import OneSource, rules_found, written_out
 from orbax_t5x.restoring.fallback import Fallback, open_fallback

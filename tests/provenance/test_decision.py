@@ -13,8 +13,9 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.decision import ResumeContext, combine_decisions, decide
+from orbax_t5x.provenance.decision import decide
 from orbax_t5x.provenance.history import compare
+from orbax_t5x.provenance.question import ResumeContext
 from orbax_t5x.provenance.records import UNRECORDED, make_entry
 
 T = ot.transforms
@@ -156,15 +157,6 @@ def test_the_difference_is_shown_rule_by_rule():
     message, fix = map(str, decided((made(MINE),), edited, "own step").problem)
     assert message.count("('y', 'x')") == message.count("('y', 'z')") == 1
     assert "is_resuming=True" in fix and "is_resuming=False" in fix
-
-
-def test_items_that_differ_name_item():
-    same = combine_decisions(
-        {"a": decided((made(MINE),), MINE, "restore"), "b": decided((made(MINE),), MINE, "restore")}
-    )
-    assert same.is_resuming and same.lineage == (made(MINE),)
-    differing = combine_decisions({"a": decided((made(MINE),), MINE, "restore"), "b": decided(None, MINE, "restore")})
-    assert "item=" in str(differing.problem[1]) and "'a': applied already" in differing.problem[0]
 
 
 # -- histories

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.decision import ResumeContext, decide
+from orbax_t5x.provenance.decision import decide
 from orbax_t5x.provenance.history import compare
+from orbax_t5x.provenance.question import ResumeContext
 from orbax_t5x.provenance.records import UNRECORDED, checked_lineage, make_entry
 
 T = ot.transforms

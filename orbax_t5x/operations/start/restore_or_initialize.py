@@ -42,7 +42,7 @@ from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.decision import CallerKind, Decision
+from orbax_t5x.provenance.question import CallerKind, Decision
 from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded, make_entry
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items

@@ -1,0 +1,108 @@
+"""Facts that decide if transforms are applied, and the outcome for one or several items."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.records import Entry, Lineage, make_entry
+from orbax_t5x.text.fix import Fix
+
+CallerKind = Literal["own step", "start", "restore", "convert"]
+"""The kinds of callers: a restore of the run's own step (a handler's, without `source=`); the same by
+`restore_or_initialize`; any other restore or plan; and calls that make a new checkpoint or a new run (`convert`,
+`init_from=`, the command line)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeContext:
+    """Facts of a restore for a decision, beside the record.
+
+    Attributes:
+      chain: the transforms that are given.
+      caller: the kind of the caller.
+      is_resuming: as the caller passed it; None decides by the record.
+      has_fallback: whether leaves that are missing are filled.
+      source: path of the source, or name -> path.
+      format: of the source, or name -> format.
+      transforms: that the chain records, for fixes.
+      leads_to_target: tests if the chain without some of its transforms leads to the target; with True exactly, else
+        as far as the restore's options permit; None without a target.
+    """
+
+    chain: ChainRecord
+    caller: CallerKind
+    is_resuming: bool | None
+    has_fallback: bool
+    source: str | Mapping[str, str]
+    format: str | Mapping[str, str]
+    transforms: tuple[Callable[..., Any], ...] = ()
+    leads_to_target: Callable[[Sequence[int], bool], bool] | None = None
+
+    def entry(self, chain: ChainRecord, *, is_resuming: bool | None = None, continues: bool = False) -> Entry:
+        """Makes the entry of this restore for some of its transforms."""
+        answer = is_resuming if chain else None
+        return make_entry(self.source, self.format, chain, is_resuming=answer, continues=continues)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Outcome of a decision.
+
+    Attributes:
+      is_resuming: whether they were applied already.
+      skipped: positions of the transforms that were applied already.
+      migrations: names of those that were applied before; None without any given.
+      lineage: of the state that is restored.
+      problem: why nothing can be decided, and what the caller can pass; None where it is decided.
+      warning: what a person should see; empty where nothing is.
+      note: what was applied to the source before, where other transforms are applied on top; else empty.
+      unmatched: the lineage where the transforms that are applied match nothing; None for `lineage` itself.
+    """
+
+    is_resuming: bool
+    lineage: Lineage
+    problem: tuple[str, Fix] | None = None
+    warning: str = ""
+    note: str = ""
+    unmatched: Lineage | None = None
+    skipped: Sequence[int] = ()
+    migrations: tuple[str, ...] | None = None
+
+
+def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
+    """Combines the decisions for several items."""
+    every = list(decisions.values())
+    if len(every) == 1:
+        return every[0]
+    lineage = _union(decision.lineage for decision in every)
+    if len({(one.problem is None, one.is_resuming, tuple(one.skipped)) for one in every}) > 1:
+        answers = "; ".join(f"{name!r}: {_answer_text(decision)}" for name, decision in decisions.items())
+        what = f"the items of this step have differing records of what was applied to them: {answers}"
+        return Decision(False, lineage, problem=(what, Fix.setting("restore one item at a time with {}", item=...)))
+    without = [decision.unmatched for decision in every if decision.unmatched is not None]
+    return dataclasses.replace(
+        every[0],
+        lineage=lineage,
+        warning="; ".join(_union([decision.warning] for decision in every if decision.warning)),
+        note="; ".join(_union([decision.note] for decision in every if decision.note)),
+        unmatched=_union(without) if len(without) == len(every) else None,
+    )
+
+
+def _answer_text(decision: Decision) -> str:
+    if decision.problem is not None:
+        return "not decided"
+    if decision.skipped:
+        return f"{len(decision.skipped)} of them applied already"
+    return "applied already" if decision.is_resuming else "to be applied"
+
+
+def _union(several: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
+    """Returns all items, each once, in order."""
+    found: list[Any] = []
+    for items in several:
+        found.extend(item for item in items if item not in found)
+    return tuple(found)
