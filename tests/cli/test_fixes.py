@@ -54,6 +54,15 @@ def test_options_come_from_the_data(name):
     assert pickle.loads(pickle.dumps(fix)) == fix and hash(fix) == hash(pickle.loads(pickle.dumps(fix)))
 
 
+def test_what_the_command_line_lacks_stays_python():
+    """No option makes a call strict, or permits rules that match nothing."""
+    assert fix_text(Fix.setting("pass {} to be sure", strict=True)) == "in Python, pass strict=True to be sure"
+    rules = [("a", "b")]
+    assert fix_text(Fix.adding(ot.transforms.AssignmentMap(rules))) == 'give the rule ["a", "b"] by --map'
+    lenient = fix_text(Fix.adding(ot.transforms.AssignmentMap(rules, require_all_rules_match=False)))
+    assert lenient.startswith("in Python, add transforms=[ot.transforms.AssignmentMap(")
+
+
 @pytest.mark.parametrize("fallback", [Fix.setting("give {} values", fallback=...), FIXES["any_of"][0]])
 def test_a_start_names_its_own_keyword(fallback):
     problem = Problem("missing", "a", "lorem ipsum", reworded(fallback))

@@ -81,3 +81,12 @@ def test_a_rule_that_no_leaf_takes_is_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with_shardings(tree, mesh(), [(".*/kernel", P("data")), (".*", P())])
+
+
+@pytest.mark.parametrize("own", [(), (("embed", "data"), ("model", "data"))])
+def test_a_logical_axis_that_is_called_as_a_mesh_axis_follows_its_rule(own):
+    """`data` is taken by the first dimension, and `model` is a logical axis: the second is not split."""
+    rules = [("embed", "data"), ("model", "data")]
+    boxed = {"w": nn.LogicallyPartitioned(np.ones((4, 8)), ("embed", "model"), rules=own or None)}
+    sharded = with_shardings(boxed, mesh(), [] if own else rules)
+    assert jax.tree.leaves(sharded)[0].sharding.spec == P("data", None)

@@ -68,3 +68,32 @@ def test_many_problems_are_counted():
     words = [chr(97 + i // 26) + chr(97 + i % 26) for i in range(60)]
     text = problems_html([Problem("rule", None, f"{word} {word}", None) for word in words])
     assert text.count("<li>") == 40 and "and 20 problems more" in text
+
+
+def test_each_kind_keeps_three_entries():
+    kinds = ["missing", "leftover", "shape", "dtype", "sharding", "collision", "rule", "provenance", "opaque", "memory"]
+    words = ("alpha", "beta", "gamma", "delta")
+    shown = problem_lines([Problem(kind, None, word) for kind in kinds for word in words])
+    for kind in kinds:
+        expected = [f"[{kind}] {word}." for word in words[:3]]
+        expected.append(f"… and 1 problem more of kind [{kind}]: see `.problems`")
+        assert [line for line in shown if f"[{kind}]" in line] == expected
+
+
+@pytest.mark.parametrize(("count", "shown"), [(55, 55), (56, 55), (200, 55)])
+def test_lines_are_fewer_than_56(count, shown):
+    found = problem_lines([Problem("rule", None, "\n".join(["a."] * count))])
+    assert len(found) == shown and (count == 55) == (found[-1] == "  a.")
+
+
+def test_folded_leaves_are_all_counted():
+    names = [f"layers_{layer}/{part}" for layer in range(5) for part in ("a", "b")]
+    first, *rows = problem_lines([Problem("missing", name, "lorem") for name in names])
+    assert first == "[missing] 10 leaves: lorem."
+    assert rows == ["    layers_{0…4}/a ×5", "    layers_{0…4}/b ×5"]
+
+
+def test_only_a_single_message_is_shown_whole():
+    problem = Problem("missing", None, "x" * 2000)
+    assert problem_lines([problem]) == [f"[missing] {'x' * 2000}."]
+    assert problem_lines([problem, Problem("rule", None, "a")])[0] == f"[missing] {'x' * 600}… (1,400 characters more)."

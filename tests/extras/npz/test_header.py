@@ -109,3 +109,9 @@ def test_mutations():
             header_of(bytes(data))
         except CheckpointError:
             pass
+
+
+def test_a_header_is_as_long_as_numpy_takes_it():
+    assert header_bytes(npy(b" " * 10_000)) == 10_010
+    with pytest.raises(CorruptCheckpointError, match="a header of 10001 bytes"):
+        header_bytes(npy(b" " * 10_001))
