@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from orbax_t5x.trees.flat import EndlessTreeError, flatten, unflatten
 from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.named_leaves import is_train_state, names_itself
 from orbax_t5x.trees.nnx_states import flatten_node, is_nnx_node
-from orbax_t5x.trees.pytree_names import leaf_name
+from orbax_t5x.trees.pytree_names import leaf_name, names_in_dicts
 
 Rebuild = Callable[[Mapping[str, Any]], Any]
 
@@ -113,7 +113,7 @@ class _Flattening:
     def __init__(self) -> None:
         self._leaves: dict[str, TargetLeaf] = {}
         self._original: dict[str, Any] = {}
-        self._described: dict[tuple[jax.ShapeDtypeStruct, bool, bool] | None, TargetLeaf] = {}
+        self._described: dict[tuple[Any, bool, bool], TargetLeaf] = {}
         self._problems: list[Problem] = []
         self._train_states: list[str] = []
         self._inference_states: list[str] = []
@@ -132,13 +132,9 @@ class _Flattening:
 
     def _add_node(self, name: str, node: Any) -> Rebuild:
         """Adds the leaves of any pytree; returns its rebuilder."""
-        paths, treedef = _open_pytree(node)
-        start = f"{name}/" if name else ""
-        names: list[str] = []
+        names, leaves, treedef = _open_pytree(node, f"{name}/" if name else "")
         own: dict[int, Rebuild] = {}
-        for position, (path, leaf) in enumerate(paths):
-            leaf_path = start + leaf_name(path) if path else name
-            names.append(leaf_path)
+        for position, (leaf_path, leaf) in enumerate(zip(names, leaves, strict=True)):
             if type(leaf) is not jax.ShapeDtypeStruct and (type(leaf) is dict or names_itself(leaf)):
                 own[position] = self._add_own(leaf_path, leaf)
             else:
@@ -185,26 +181,33 @@ class _Flattening:
         # Descriptions do not depend on the name, and most leaves are like another one.
         kind = (leaf, is_param, is_variable) if type(leaf) is jax.ShapeDtypeStruct else None
         try:
-            described = self._described.get(kind)
+            described = None if kind is None else self._described.get(kind)
         except (TypeError, ValueError):  # its sharding is a PartitionSpec that does not fit the mesh in use
             described = kind = None
         if described is None:
             described = describe_leaf(name, leaf, is_param=is_param, is_variable=is_variable)
-        if isinstance(described, Problem):
-            self._problems.append(described)
-            return
-        if kind is not None:
-            self._described[kind] = described
+            if isinstance(described, Problem):
+                self._problems.append(described)
+                return
+            if kind is not None:
+                self._described[kind] = described
         self._leaves[name] = described
         self._original[name] = leaf
 
 
-def _open_pytree(node: Any) -> tuple[Sequence[tuple[Any, Any]], Any]:
+def _open_pytree(node: Any, start: str) -> tuple[list[str], list[Any], Any]:
+    """Returns names that begin with `start`, leaves and structure."""
+    if (names := names_in_dicts(node, start)) is not None:
+        return names, *jax.tree_util.tree_flatten(node)
     try:
-        return jax.tree_util.tree_flatten_with_path(node, is_leaf=names_itself)
+        paths, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=names_itself)
     except ValueError:
         # JAX sorts the keys of a dict, and refuses keys of several types.
-        return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: names_itself(x) or _is_unsortable(x))
+        paths, treedef = jax.tree_util.tree_flatten_with_path(
+            node, is_leaf=lambda x: names_itself(x) or _is_unsortable(x)
+        )
+    names = [start + leaf_name(path) if path else start.removesuffix("/") for path, _ in paths]
+    return names, [leaf for _, leaf in paths], treedef
 
 
 def _is_unsortable(node: Any) -> bool:

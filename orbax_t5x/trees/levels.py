@@ -36,9 +36,10 @@ def require_levels(tree: Any) -> None:
     above: list[tuple[Any, Any]] = []
     while pending:
         for name, node in pending[-1]:
-            if type(node) in _PLAIN_LEAVES:
+            kind = type(node)
+            if kind in _PLAIN_LEAVES:
                 continue
-            below = _children(node)
+            below = node.items() if kind is dict else _children(node)
             if below is not None:
                 above.append((name, node))
                 pending.append(iter(below))

@@ -74,7 +74,7 @@ def page_advice(array):
 
 
 class Clock:
-    """Says that touching memory took what the test sets: a second for each small page, then `costs` for huge ones."""
+    """Says that touching memory took as long as a test sets: a second in small pages, then `costs` in huge ones."""
 
     def __init__(self, *costs):
         self._costs = iter((1.0, *costs))

@@ -1,5 +1,7 @@
 """Plans are made without reading an array."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -72,3 +74,25 @@ def test_transforms_happen_once():
     np.testing.assert_array_equal(other.execute()["c"], values((2,)))
     with pytest.raises(ot.RestorePlanError):
         ot.plan_restore(saved, target, rules, is_resuming=False)
+
+
+def test_a_plan_has_two_objects_for_each_leaf_that_pythons_collector_goes_through():
+    """A full collection takes longer than the plan; how often it comes follows the number of such objects."""
+    count = 1000
+    source = checkpoint({f"l{number}": values((8,)) for number in range(count)})
+    target = {"params": {f"l{number}": sharded((8,)) for number in range(count)}}
+    rename = ot.transforms.Rename([(r"l(\d+)", r"params/l\1")])
+    ot.plan_restore(source, target, [rename])
+    made: list[int] = []
+    gc.collect()
+    gc.callbacks.append(lambda phase, info: made.append(info["generation"]) if phase == "start" else None)
+    try:
+        before = len(gc.get_objects())
+        plan = ot.plan_restore(source, target, [rename])
+        collections = len(made)
+        gc.collect()
+    finally:
+        gc.callbacks.pop()
+    assert len(gc.get_objects()) - before <= 2.1 * len(plan.entries)
+    # Each comes after so many new objects that were not freed yet.
+    assert collections <= 6 * count / gc.get_threshold()[0]
