@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -231,6 +232,13 @@ def plan_of(
         # The only reads between opening the sources and reading arrays. Before the plan: transforms that were applied
         # already fail in ways that would only hide why.
         decision = decided(caller.agree(history.with_older_steps_once()))
+        if not decision.is_resuming:
+            left, warnings = history.without_applied(inputs.transforms, options, caller.kind)
+            if any(one is not other for one, other in zip(left, inputs.transforms, strict=True)):
+                # The lineage has all of them, of which some were applied before.
+                decision = dataclasses.replace(decision, unmatched=None)
+                inputs = dataclasses.replace(inputs, transforms=left)
+            inputs.diagnostics.warnings.extend(warnings)
         return build_plan(inputs, decision, proposes=caller.proposes)
     _ = history.recorded  # a damaged record is an error also of a restore that needs none
     nothing_to_decide = Decision(is_resuming=options.is_resuming is True, lineage=())

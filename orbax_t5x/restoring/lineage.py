@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,10 @@ from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import decide
 from orbax_t5x.provenance.question import CallerKind, Decision, ResumeContext, combine_decisions
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
+from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import OpenSources
+from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.trees.narrow import is_mapping
 
 # Of checkpoints of runs only.
@@ -63,9 +65,9 @@ class SourceHistory:
     @functools.cached_property
     def recorded(self) -> Records:
         """The recorded lineage of each item by name; "" for a single item."""
-        checkpoint = self.sources.single
+        checkpoint = self.sources.checkpoints.get("")
         if checkpoint is None:
-            return {"": None}
+            return {"": None}  # named sources begin a new lineage
         items = checkpoint.metadata.get("items")
         if not is_mapping(items) or len(items) < 2:
             return {"": from_metadata(checkpoint.metadata, path=checkpoint.path)}
@@ -76,7 +78,7 @@ class SourceHistory:
 
         Reads the metadata of the run's older steps, and lists the item. Nothing is read for items that have a record.
         """
-        checkpoint = self.sources.single
+        checkpoint = self.sources.checkpoints.get("")
         if checkpoint is None or checkpoint.format != "orbax":
             return self.recorded
         missing = [name for name, lineage in self.recorded.items() if lineage is None]
@@ -90,6 +92,28 @@ class SourceHistory:
             return self.with_older_steps()
         paths = [checkpoint.shared_path for checkpoint in self.sources.checkpoints.values()]
         return _opened_once(["history", *paths], ", ".join(paths), self.with_older_steps)
+
+    def without_applied(
+        self, transforms: Iterable[AnyTransform], options: RestoreOptions, kind: CallerKind
+    ) -> tuple[tuple[AnyTransform, ...], list[str]]:
+        """Takes those transforms of named sources out that their records have.
+
+        Returns:
+          The transforms, each at its position, and warnings.
+        """
+        left: list[AnyTransform] = []
+        warnings: list[str] = []
+        for one in transforms:
+            if isinstance(one, OneSource) and options.is_resuming is None:
+                own = SourceHistory(OpenSources({"": self.sources.checkpoints[one.source]}))
+                decision = own.decide(own.with_older_steps_once(), one.steps, options, kind)
+                skipped = range(len(one.steps)) if decision.is_resuming else decision.skipped
+                if skipped:
+                    steps = tuple(step for index, step in enumerate(one.steps) if index not in skipped)
+                    one = dataclasses.replace(one, steps=steps)
+                warnings += [f"source {one.source!r}: {decision.warning}"] if decision.warning else []
+            left.append(one)
+        return tuple(left), warnings
 
     def decide(
         self,

@@ -110,6 +110,27 @@ def test_the_rest_is_recorded_with_the_next_save(run):
         ot.restore(run, target, [RENAME])
 
 
+@pytest.mark.parametrize("rest", [[], [RENAME]])
+def test_named_sources_decide_each_by_its_own_record(run, rest):
+    """The run has the swap, its beginning has not; a new run has both, and goes on without a question."""
+    sources = {"run": ot.Source(run, [SWAP, *rest]), "begun": ot.Source(run.parent / "source", SWAP)}
+    names = {"m0": 0.0, "m1": 1.0, "new" if rest else "old": 5.0}
+    expected = {"run": names, "begun": {"m0": 0.0, "m1": 1.0, "old": 5.0}}
+    target = {name: {leaf: np.zeros(2, np.float32) for leaf in leaves} for name, leaves in expected.items()}
+    plan = ot.plan_restore(sources, target)
+    assert {name: values(state) for name, state in plan.execute().items()} == expected
+    assert any("source 'run'" in warning for warning in plan.warnings) == (not rest)
+    for _ in range(2):
+        with ocp.CheckpointManager(run.parent / "next", item_handlers=ot.TrainStateHandler()) as manager:
+            start = ot.restore_or_initialize(manager, target, init_from=sources)
+            assert {name: values(state) for name, state in start.state.items()} == expected
+            manager.save(start.step + 1, args=ot.args.TrainStateSave(start.state))
+    with pytest.raises(ot.RestorePlanError, match="missing in the record"):
+        ot.restore({"run": ot.Source(run, [RENAME, SWAP])}, None)
+    again = ot.restore({"run": ot.Source(run, SWAP)}, None, is_resuming=False)
+    assert values(again["run"]) == values(STATE)
+
+
 # -- random lists
 
 
