@@ -61,11 +61,11 @@ class File:
     Attributes:
       name: relative to the root.
       path: for messages.
-      size: in bytes, when the checkpoint was opened.
+      size, known_size: in bytes, when the checkpoint was opened.
       is_remote: see `StoredFile`.
     """
 
-    __slots__ = ("_files", "_identity", "name", "path", "size")
+    __slots__ = ("_files", "_identity", "known_size", "name", "path", "size")
     is_remote = False
 
     def __init__(self, files: LocalFiles, name: str, found: os.stat_result):
@@ -74,6 +74,7 @@ class File:
         self.name: str = name
         self.path: str = files.join(name)
         self.size: int = found.st_size
+        self.known_size: int = found.st_size
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Fills buffers in order with the bytes from `offset` on."""
@@ -89,11 +90,6 @@ class File:
                 offset = self._fill(fd, offset, buffers[first : first + _MAX_BUFFERS], leaf)
         finally:
             self._files.release(self)
-
-    @property
-    def known_size(self) -> int:
-        """Implements `StoredFile.known_size`."""
-        return self.size
 
     def require_size(self, size: int) -> bool:
         """Implements `StoredFile.require_size`."""
@@ -123,8 +119,14 @@ class File:
 
     def _fill(self, fd: int, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> int:
         missing = sum([buffer.nbytes for buffer in buffers])
+        readable: Sequence[Any] = buffers  # to type checkers arrays are buffers from Python 3.12 on
         while missing:
-            got = self._preadv(fd, offset, buffers, leaf)
+            try:
+                got = os.preadv(fd, readable, offset)
+            except OSError as error:
+                if error.errno == errno.ESTALE:
+                    raise CheckpointGoneError("vanished while it was read", path=self.path, leaf=leaf) from error
+                raise io_error(error, f"reading at byte {offset}", path=self.path, leaf=leaf) from error
             if not got:
                 raise CorruptCheckpointError(
                     f"ends at byte {offset}, {missing} bytes early; it was {self.size} bytes long when it was opened",
@@ -134,17 +136,8 @@ class File:
             offset += got
             missing -= got
             if missing:
-                buffers = _after(buffers, got)
+                readable = _after(readable, got)
         return offset
-
-    def _preadv(self, fd: int, offset: int, buffers: Sequence[Any], leaf: str | None) -> int:
-        # Any: to type checkers arrays are buffers from Python 3.12 on.
-        try:
-            return os.preadv(fd, buffers, offset)
-        except OSError as error:
-            if error.errno == errno.ESTALE:
-                raise CheckpointGoneError("vanished while it was read", path=self.path, leaf=leaf) from error
-            raise io_error(error, f"reading at byte {offset}", path=self.path, leaf=leaf) from error
 
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
         """Reads `size` bytes from `offset`; the caller has compared `size` with limits."""

@@ -8,6 +8,7 @@ this process has seen them itself.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,6 +26,10 @@ from orbax_t5x.files.remote.recorded import RecordedBucket, RecordedTransport
 from orbax_t5x.files.remote.transport import Transport
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 from orbax_t5x.files.tree_checks import TreeSnapshot
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class TranscriptRecorder:
@@ -60,100 +65,6 @@ def using(transcript: Transcript) -> Generator[None, None, None]:
         transcript.close()
 
 
-class RecordedFiles(LocalFiles):
-    """Local files of an opening that processes share."""
-
-    def __init__(self, path: str | os.PathLike[str], transcript: Transcript):
-        super().__init__(path)
-        self._transcript = transcript
-
-    def _ask(self, what: str, ask: Callable[[], Any], *details: Any, **packing: Callable[[Any], Any]) -> Any:
-        """Asks a question about the root as the caller named it."""
-        return self._transcript.answer([what, self.named, *details], ask, **packing)
-
-    def is_link(self) -> bool:
-        return self._ask("is link", super().is_link)
-
-    def is_file(self) -> bool:
-        return self._ask("is file", super().is_file)
-
-    def is_directory(self) -> bool:
-        return self._ask("is directory", super().is_directory)
-
-    def names(self) -> list[str]:
-        return self._ask("names", super().names)
-
-    def subdirectories(self) -> Subdirectories:
-        return self._ask("subdirectories", super().subdirectories, pack=list, unpack=Subdirectories._make)
-
-    def exists(self, name: str = "") -> bool:
-        return self._ask("exists", partial(super().exists, name), name)
-
-    def has_file(self, name: str) -> bool:
-        return self._ask("has file", partial(super().has_file, name), name)
-
-    def look(self, name: str = "", *, head: int, tail: int) -> Look:
-        ask = partial(super().look, name, head=head, tail=tail)
-        return self._ask("look", ask, name, head, tail, pack=_look_as_data, unpack=_look_from_data)
-
-    def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
-        ask = partial(super().stat, name, leaf=leaf)
-        return self._ask("stat", ask, name, leaf, pack=_stat_as_data, unpack=_stat_from_data)
-
-    def locate(self, name: str, *, leaf: str | None = None) -> str:
-        return self._ask("locate", partial(super().locate, name, leaf=leaf), name, leaf)
-
-    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
-        return self._ask("whole", partial(super().read_whole, name, limit=limit, leaf=leaf, bound=bound), name, limit)
-
-    def read_end(self, name: str, size: int) -> bytes:
-        return self._ask("end", partial(super().read_end, name, size), name, size)
-
-    def file(self, name: str, *, leaf: str | None = None) -> RecordedFile:
-        return RecordedFile(self, name, self.stat(name, leaf=leaf), self._transcript)
-
-    def require_plain(self, name: str, *, leaf: str | None = None) -> None:
-        self._ask("is plain", partial(super().require_plain, name, leaf=leaf), name, leaf)
-
-    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> RecordedTree:
-        return RecordedTree(self, names, self._transcript, leaf=leaf)
-
-    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        def received(data: list[Any]) -> ArrayDirectory:
-            path, identity, kvstore, text = data
-            files = self.snapshot([directory], metadata, leaf=leaf)
-            return ArrayDirectory(path, tuple(identity), kvstore, text.encode("latin-1"), files)
-
-        return self._ask(
-            "array",
-            partial(super().array_directory, directory, metadata, limit=limit, leaf=leaf),
-            *(directory, metadata, limit, leaf),
-            pack=lambda found: [found.path, found.identity, found.kvstore, found.metadata.decode("latin-1")],
-            unpack=received,
-        )
-
-    def entries(self, name: str) -> dict[str, bool]:
-        return self._ask("entries", partial(super().entries, name), name)
-
-    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
-        self._ask(what, check, name)
-
-    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
-        found = self._transcript.find(_array_place(kvstore))
-        return None if found is None else found.value
-
-    def note_array(self, array: Any) -> None:
-        if not self._transcript.is_received:
-            spec = array.spec().to_json()
-            self._transcript.add(_array_place(spec["kvstore"]), spec["metadata"])
-
-
-def _array_place(kvstore: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names an array by its file or its place in a database."""
-    base = kvstore.get("base", {})
-    return ("metadata", str(base["path"] if base else "").rstrip("/"), str(kvstore["path"]).rstrip("/"))
-
-
 def _look_as_data(look: Look) -> list[Any]:
     return [look.kind, look.head.decode("latin-1"), look.tail.decode("latin-1"), look.size, sorted(look.names)]
 
@@ -170,6 +81,81 @@ def _stat_as_data(found: os.stat_result) -> list[int]:
 def _stat_from_data(data: list[int]) -> os.stat_result:
     mode, inode, size, modified_ns = data
     return os.stat_result((mode, inode, 0, 1, 0, 0, size, 0, modified_ns // 10**9, 0), {"st_mtime_ns": modified_ns})
+
+
+def _answered(ask: Callable[..., Any], pack: Callable[[Any], Any] = _same, unpack: Callable[[Any], Any] = _same) -> Any:
+    """Makes a method whose answers are recorded, or were received."""
+
+    @functools.wraps(ask)
+    def method(files: RecordedFiles, *arguments: Any, **keywords: Any) -> Any:
+        request = [ask.__name__, files.named, *arguments, *(keywords[name] for name in sorted(keywords))]
+        return files.transcript.answer(request, partial(ask, files, *arguments, **keywords), pack, unpack)
+
+    return method
+
+
+class RecordedFiles(LocalFiles):
+    """Local files of an opening that processes share; answers are of the root as the caller named it.
+
+    Attributes:
+      transcript: of the opening.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], transcript: Transcript):
+        super().__init__(path)
+        self.transcript = transcript
+
+    is_link = _answered(LocalFiles.is_link)
+    is_file = _answered(LocalFiles.is_file)
+    is_directory = _answered(LocalFiles.is_directory)
+    names = _answered(LocalFiles.names)
+    subdirectories = _answered(LocalFiles.subdirectories, list, Subdirectories._make)
+    exists = _answered(LocalFiles.exists)
+    has_file = _answered(LocalFiles.has_file)
+    look = _answered(LocalFiles.look, _look_as_data, _look_from_data)
+    stat = _answered(LocalFiles.stat, _stat_as_data, _stat_from_data)
+    locate = _answered(LocalFiles.locate)
+    read_whole = _answered(LocalFiles.read_whole)
+    read_end = _answered(LocalFiles.read_end)
+    require_plain = _answered(LocalFiles.require_plain)
+    entries = _answered(LocalFiles.entries)
+
+    def file(self, name: str, *, leaf: str | None = None) -> RecordedFile:
+        return RecordedFile(self, name, self.stat(name, leaf=leaf), self.transcript)
+
+    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> RecordedTree:
+        return RecordedTree(self, names, self.transcript, leaf=leaf)
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        def received(data: list[Any]) -> ArrayDirectory:
+            path, identity, kvstore, text = data
+            files = self.snapshot([directory], metadata, leaf=leaf)
+            return ArrayDirectory(path, tuple(identity), kvstore, text.encode("latin-1"), files)
+
+        return self.transcript.answer(
+            ["array", self.named, directory, metadata, limit, leaf],
+            partial(super().array_directory, directory, metadata, limit=limit, leaf=leaf),
+            lambda found: [found.path, found.identity, found.kvstore, found.metadata.decode("latin-1")],
+            received,
+        )
+
+    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
+        self.transcript.answer([what, self.named, name], check)
+
+    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
+        found = self.transcript.find(_array_place(kvstore))
+        return None if found is None else found.value
+
+    def note_array(self, array: Any) -> None:
+        if not self.transcript.is_received:
+            spec = array.spec().to_json()
+            self.transcript.add(_array_place(spec["kvstore"]), spec["metadata"])
+
+
+def _array_place(kvstore: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names an array by its file or its place in a database."""
+    base = kvstore.get("base", {})
+    return ("metadata", str(base["path"] if base else "").rstrip("/"), str(kvstore["path"]).rstrip("/"))
 
 
 class RecordedFile(File):

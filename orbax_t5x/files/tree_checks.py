@@ -102,27 +102,26 @@ class TreeSnapshot(Snapshot):
         return digest.hexdigest()
 
     def _found(self, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
-        """Yields the files of each directory, as `_identities`; errors are typed."""
+        """Yields the directories of the names with their files' identities."""
         for name in self._names:
+            path = self._root.join(name) if name else self._root.path
             try:
-                yield from self._identities(name, leaf)
+                found = os.lstat(path)
+                if stat.S_ISLNK(found.st_mode):
+                    found = os.stat(self._root.locate(name, leaf=leaf))
+                if not stat.S_ISDIR(found.st_mode):
+                    found = self._root.stat(name, leaf=leaf)
+                    yield name, [("", found.st_size, found.st_mtime_ns, found.st_ino)]
+                    continue
+                for directory, files in _plain_files(self._root, name, leaf):
+                    # Every chunk of every array passes here: no object is made per file but this tuple.
+                    yield (
+                        directory,
+                        [(entry.name, (at := entry.stat()).st_size, at.st_mtime_ns, at.st_ino) for entry in files],
+                    )
             except OSError as error:
                 if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
                     raise
-                path = self._root.join(name)
                 if isinstance(error, FileNotFoundError):
                     raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
                 raise io_error(error, "reading its status", path=path, leaf=leaf) from error
-
-    def _identities(self, name: str, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
-        """Yields the directories of a name with their files' identities."""
-        found = os.lstat(self._root.join(name) if name else self._root.path)
-        if stat.S_ISLNK(found.st_mode):
-            found = os.stat(self._root.locate(name, leaf=leaf))
-        if not stat.S_ISDIR(found.st_mode):
-            found = self._root.stat(name, leaf=leaf)
-            yield name, [("", found.st_size, found.st_mtime_ns, found.st_ino)]
-            return
-        for directory, files in _plain_files(self._root, name, leaf):
-            # Every chunk of every array passes here: no object is made per file but this tuple.
-            yield directory, [(entry.name, (at := entry.stat()).st_size, at.st_mtime_ns, at.st_ino) for entry in files]

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orbax_t5x.files.interface import Files, Snapshot
-from orbax_t5x.files.places import files_at
-from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
 from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, inside
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
@@ -35,12 +33,10 @@ class ItemFiles(NamedTuple):
     database: Sequence[str]
 
 
-def find_item_files(store: Files, item: str, directory: str) -> ItemFiles:
+def find_item_files(store: Files, item: str) -> ItemFiles:
     """Finds the files of an item."""
-    return _find_remote(store, item) if store.is_remote else _find_local(store, item, directory)
-
-
-def _find_local(store: Files, item: str, directory: str) -> ItemFiles:
+    if store.is_remote:
+        return _find_remote(store, item)
     entries = store.entries(item)
     metadatas: list[str] = []
     if ARRAY_METADATAS in entries:
@@ -48,18 +44,19 @@ def _find_local(store: Files, item: str, directory: str) -> ItemFiles:
         store.require_plain(inner)
         metadatas = sorted(store.entries(inner))
     return ItemFiles(
-        manifest=is_file(directory, MANIFEST_FILE),
+        manifest=MANIFEST_FILE in entries and store.has_file(inside(item, MANIFEST_FILE)),
         strings=STRINGS_FILE in entries,
         checksums=CHECKSUMS_FILE in entries,
         array_metadatas=metadatas,
-        plain_directories=frozenset(name for name, is_directory in entries.items() if is_directory),
+        plain_directories=frozenset(filter(entries.get, entries)),
         database=sorted(name for name in entries if name in _DATABASE or name.startswith(PROCESS_PREFIX)),
     )
 
 
-def stat_ahead(directory: str, beside: str) -> None:
-    """Stats an item's files and a file beside it in a batch."""
-    files_at(directory).stat_ahead(_first_names(), beside=[beside])
+def stat_ahead(files: Files, beside: str) -> None:
+    """Stats a remote item's files and a file beside it in a batch."""
+    if files.is_remote:
+        files.stat_ahead(_first_names(), beside=[beside])
 
 
 def _first_names() -> list[str]:

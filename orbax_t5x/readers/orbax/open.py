@@ -84,13 +84,14 @@ _logger = logging.getLogger(__name__)
 
 def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
     """Opens a root (its newest step), a step or an item."""
-    directory = files_at(os.fspath(path)).path
+    files = files_at(os.fspath(path))
+    directory = files.path
     if is_temporary(directory):
         raise CheckpointNotFoundError(
             "an unfinished save: Orbax renames this directory when it is done", path=directory
         )
-    if is_item(directory) or is_file(directory, MANIFEST_FILE) or _is_early_item(directory):
-        return _open_single_item(directory, limits, item)
+    if files.has_file(METADATA_FILE) or files.has_file(MANIFEST_FILE) or _is_early_item(files, ""):
+        return _open_single_item(files_at(directory), limits, item)
     if not is_step_directory(directory):
         steps = (step for step in newest_first(directory) if not is_t5x_step(os.path.join(directory, step.name)))
         newest = newest_directory(directory, steps)
@@ -100,27 +101,30 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
             )
         directory = newest
         if is_item(directory):
-            return _open_single_item(directory, limits, item)
+            return _open_single_item(files_at(directory), limits, item)
     return _open_step(files_at(directory), limits, item)
 
 
-def _is_early_item(directory: str) -> bool:
+def _is_early_item(root: Files, item: str) -> bool:
     """Tests if a directory is an item of the first Orbax versions."""
-    return not is_item(directory) and is_msgpack_map(PathProbe(directory, "directory").inside(MSGPACK_FILE))
+    if root.has_file(inside(item, METADATA_FILE)):
+        return False
+    return is_msgpack_map(PathProbe(root.join(item) if item else root.path, "directory").inside(MSGPACK_FILE))
 
 
-def _open_single_item(directory: str, limits: Limits, item: str | None) -> Checkpoint:
+def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpoint:
     """Opens an item by its own path."""
+    directory = files.path
     parent, name = os.path.split(directory)
     if item is not None and item != name:
         raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
     step_name = os.path.basename(parent)
-    stat_ahead(directory, STEP_METADATA_FILE)
+    stat_ahead(files, STEP_METADATA_FILE)
     # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
     in_step = is_file(parent, STEP_METADATA_FILE) or step_name.isdecimal()
     if in_step and deleted_item(parent) == name:
         raise _being_deleted(directory)
-    opened = _OrbaxOpening(files_at(directory), limits)
+    opened = _OrbaxOpening(files, limits)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
 
@@ -283,13 +287,13 @@ class _OrbaxOpening:
 
     def _add_item(self, item: str, prefix: str) -> dict[str, Any]:
         """Adds an item's leaves."""
-        if _is_early_item(self._root.join(item)):
+        if _is_early_item(self._root, item):
             metadata = self._aggregate(item).metadata()
         else:
             metadata = read_item_metadata(self._root, item, self._limits)
         self._bytes += metadata.nbytes
         directory = self._root.locate(item) if item else self._root.path
-        files = find_item_files(self._root, item, directory)
+        files = find_item_files(self._root, item)
         ocdbt = files.manifest if metadata.use_ocdbt is None else metadata.use_ocdbt
         # Orbax makes no database for an item of only empty containers and strings.
         has_arrays = any(not node.is_empty and node.value_type != "string" for node in metadata.nodes)
