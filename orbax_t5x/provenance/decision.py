@@ -139,7 +139,8 @@ def _decide_unrecorded(lineage: Lineage, context: ResumeContext, what: str, fix:
 
 
 def _changes_no_value(context: ResumeContext) -> bool:
-    return context.chain.only_selects and not context.has_fallback
+    """Tests for transforms that are applied without an answer."""
+    return context.chain.only_selects and not context.has_fallback and context.is_resuming is None
 
 
 # -- texts

@@ -174,6 +174,10 @@ def test_an_answer_at_a_start_counts_where_the_record_leaves_a_question():
     assert decide((entry("a"),), context("a", "start", answer=False)).is_resuming
     assert decide((UNRECORDED,), context("a", "start", answer=True)).is_resuming
     assert decide((UNRECORDED,), context("a", "start")).problem is not None
+    # Those that only select need no answer; one that is given is recorded.
+    selects = dataclasses.replace(context("a", "start"), chain=ChainRecord.of([T.Drop(["b"])]))
+    assert decide((UNRECORDED,), selects).lineage == (UNRECORDED,)
+    assert decide((UNRECORDED,), dataclasses.replace(selects, is_resuming=False)).lineage[1]["is_resuming"] is False
 
 
 def test_rules_of_an_unrecorded_state_are_no_prefix():
