@@ -62,7 +62,7 @@ def url_scheme(path: str) -> str | None:
 
 
 def whole_url(path: str) -> str | None:
-    """Returns the URL that lost a slash in a `pathlib.Path`, or None."""
+    """Repairs a URL that is a `pathlib.Path`."""
     match = _CUT_URL.fullmatch(path)
     return match and f"{match[1]}://{match[2]}"
 

@@ -58,8 +58,11 @@ class AxisRules:
     """
 
     def __init__(self, rules: LogicalAxisRules, mesh: Mesh | AbstractMesh):
+        if isinstance(rules, str) or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
+            pairs = "[(logical axis, mesh axes), …] or [(regex, PartitionSpec), …]"
+            raise TypeError(f"the rules are pairs, {pairs}, not {rules!r}")
         self._mesh = mesh
-        self._patterns = [(re.compile(name), spec) for name, spec in rules if isinstance(spec, PartitionSpec)]
+        self._patterns = [(_compiled(name), spec) for name, spec in rules if isinstance(spec, PartitionSpec)]
         self._axes = self._on_mesh((name, axes) for name, axes in rules if not isinstance(axes, PartitionSpec))
         self.problems: list[str] = []
         self.is_empty: bool = not rules
@@ -80,7 +83,13 @@ class AxisRules:
     def by_name(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Returns the spec of the first matching pattern."""
         pattern, spec = next(rule for rule in self._patterns if rule[0].fullmatch(name))
-        lacking = [axis for axes in spec for axis in _names_of(axes) if axis not in self._mesh.axis_names]
+        named = [axis for axes in spec for axis in _names_of(axes)]
+        twice = [axis for axis in dict.fromkeys(named) if named.count(axis) > 1]
+        if twice:
+            axes = ", ".join(map(repr, twice))
+            self.problems.append(f"{name}: the rule {pattern.pattern!r} has {spec}, which names {axes} more than once")
+            return PartitionSpec()
+        lacking = [axis for axis in named if axis not in self._mesh.axis_names]
         for axis in lacking:
             axes = ", ".join(map(repr, self._mesh.axis_names))
             hint = did_you_mean(axis, map(str, self._mesh.axis_names))
@@ -179,6 +188,13 @@ class AxisRules:
         if mesh_axes is None or isinstance(mesh_axes, str):
             return mesh_axes if mesh_axes in self._mesh.axis_names else None
         return tuple(axis for axis in mesh_axes if axis in self._mesh.axis_names) or None
+
+
+def _compiled(name: str) -> re.Pattern[str]:
+    try:
+        return re.compile(name)
+    except re.error as error:
+        raise ValueError(f"the rule {name!r} is no regular expression: {error}") from None
 
 
 def _names_of(axes: Any) -> tuple[str, ...]:

@@ -131,6 +131,9 @@ def with_shardings(
       >>> split["embedding"].sharding.shard_shape((128, 16))
       (16, 16)
     """
+    if isinstance(train_state, Mesh | AbstractMesh) or not isinstance(mesh, Mesh | AbstractMesh):
+        given = type(train_state).__name__, type(mesh).__name__
+        raise TypeError(f"with_shardings takes a state and a mesh, and {' and '.join(given)} were given")
     require_levels(train_state)
     loaded = sys.modules.get("flax.nnx")
     if loaded is not None and isinstance(train_state, loaded.Pytree) and not isinstance(train_state, loaded.State):

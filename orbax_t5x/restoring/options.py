@@ -7,6 +7,7 @@ from the fields (`strict: bool = RestoreOptions.strict`). `orbax_t5x.restore` do
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict
 
@@ -139,6 +140,10 @@ class RestoreOptions:
         check_progress(self.progress)
         check_broadcast(self.broadcast)
         check_processes(self.multiprocessing_options)
+        if isinstance(self.fallback, str | os.PathLike):
+            raise TypeError(
+                "fallback= is a tree of values or a function, and not a path; pass what orbax_t5x.restore returns"
+            )
         if self.fallback_for is not None:
             self.fallback_for = pattern_tuple(self.fallback_for, "fallback_for")
 

@@ -151,6 +151,25 @@ def test_an_axis_of_a_users_own_spec_that_the_mesh_lacks_is_an_error():
     assert [split[name].sharding.spec for name in "wv"] == [P(None, ("data", "model")), P(None)]
 
 
+WEIGHT = {"w": jax.ShapeDtypeStruct((8, 8), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((mesh(), WEIGHT), TypeError, "takes a state and a mesh, and Mesh and dict were given"),
+        ((WEIGHT, 8), TypeError, "dict and int were given"),
+        ((WEIGHT, mesh(), "batch"), TypeError, "the rules are pairs"),
+        ((WEIGHT, mesh(), ["w", "b"]), TypeError, "the rules are pairs"),
+        ((WEIGHT, mesh(), [("w(", P("model"))]), ValueError, r"the rule 'w\(' is no regular expression"),
+        ((WEIGHT, mesh(), [("w", P("model", "model"))]), ValueError, "which names 'model' more than once"),
+    ],
+)
+def test_wrong_arguments_get_their_answer(arguments, error, match):
+    with pytest.raises(error, match=match):
+        with_shardings(*arguments)
+
+
 def test_uneven_dimensions_are_all_named(variables):
     with pytest.raises(ValueError, match="2 leaves do not fit the mesh") as caught:
         with_shardings(InferenceState.create(variables), mesh((1, 8)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pathlib
 
 import numpy as np
 import pytest
@@ -45,6 +46,12 @@ def test_options_are_taken_from_the_arguments_of_a_handler():
     args = ot.args.TrainStateRestore(None, item="state", strict=False, verify="off", memory_limit_bytes=5)
     options = RestoreOptions.among(vars(args))
     assert (options.item, options.strict, options.verify, options.limit) == ("state", False, "off", 5)
+
+
+def test_a_path_is_no_fallback():
+    for path in ("scratch.safetensors", pathlib.Path("scratch")):
+        with pytest.raises(TypeError, match="not a path"):
+            ot.plan_restore("model.safetensors", None, fallback=path)
 
 
 @pytest.mark.parametrize("plan_or_restore", [ot.plan_restore, ot.restore])
