@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax_t5x.concurrency import CallThread
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.files.error_data import error_as_data, error_from_data
+from orbax_t5x.multihost.coordination import lost_process
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import call_with_living_peers
 from orbax_t5x.multihost.rendezvous import rendezvous_before_collective
@@ -34,9 +35,7 @@ def collective(
     try:
         return call_with_living_peers(function, group, path, thread)
     except (RuntimeError, ValueError) as error:  # JAX raises either, by where the failure meets it
-        text = " ".join(str(error).split())
-        message = f"another process of this call has died, or cannot be reached: {text}"
-        raise CheckpointIOError(message, path=path) from error
+        raise lost_process(error, path) from error
 
 
 def exchange_buffers(

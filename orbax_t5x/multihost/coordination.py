@@ -15,6 +15,8 @@ from typing import Any
 
 from jax._src import distributed, xla_bridge
 
+from orbax_t5x.errors import CheckpointIOError
+
 # A message of gRPC has 4 MiB by default.
 _PIECE_BYTES = 1 << 20
 _PIECE_SECS = 10.0
@@ -29,6 +31,12 @@ def key_value_store() -> Any:
     if client is None:
         raise RuntimeError("jax.distributed is not initialized")
     return client
+
+
+def lost_process(error: BaseException, path: str | None) -> CheckpointIOError:
+    """Makes the error of a call that JAX ended for want of a process."""
+    reason = " ".join(str(error).split())
+    return CheckpointIOError(f"another process of this call has died, or cannot be reached: {reason}", path=path)
 
 
 def waited_for_key(store: Any, key: str, timeout_secs: float) -> bool:

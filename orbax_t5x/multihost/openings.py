@@ -39,6 +39,7 @@ from orbax_t5x.files.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpo
 from orbax_t5x.multihost.coordination import (
     has_backend,
     key_value_store,
+    lost_process,
     read_pieces,
     service_process_count,
     waited_for_bytes,
@@ -118,9 +119,7 @@ def opened_once(call: Sequence[Any], path: str, function: Callable[[], _Result])
         except (RuntimeError, ValueError) as error:
             if isinstance(error, CheckpointError) or not _is_of_service(error):
                 raise
-            reason = " ".join(str(error).split())
-            message = f"another process of this call has died, or cannot be reached: {reason}"
-            raise CheckpointIOError(message, path=path) from error
+            raise lost_process(error, path) from error
         if transcript is None:
             return function()
         with using(transcript):

@@ -28,6 +28,7 @@ from orbax_t5x.errors import CheckpointIOError, Fix
 from orbax_t5x.multihost.coordination import (
     has_backend,
     key_value_store,
+    lost_process,
     service_process_count,
     service_process_id,
     waited_for_key,
@@ -115,17 +116,18 @@ class _Barrier:
     def arrive(self) -> None:
         """Records that this process has arrived."""
         # A barrier of the service's own would take the service's process numbers, which may differ from the backend's.
-        key_value_store().key_value_set(f"{self._arrivals}{self._process}", "", allow_overwrite=True)
+        try:
+            key_value_store().key_value_set(f"{self._arrivals}{self._process}", "", allow_overwrite=True)
+        except (RuntimeError, ValueError) as error:  # JAX raises either
+            raise lost_process(error, self._path) from error
 
     def wait(self) -> None:
         """Waits until all processes have arrived."""
+        self.arrive()
         try:
-            self.arrive()
             self._wait_for_others(key_value_store())
-        except (RuntimeError, ValueError) as error:  # JAX raises either
-            reason = " ".join(str(error).split())
-            message = f"another process of this call has died, or cannot be reached: {reason}"
-            raise CheckpointIOError(message, path=self._path) from error
+        except (RuntimeError, ValueError) as error:
+            raise lost_process(error, self._path) from error
 
     def _wait_for_others(self, store: Any) -> None:
         complete = f"{_KEYS}{self._name}/complete"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.multihost import rendezvous
 from tests.support.jax_job import run_script
 
@@ -211,3 +212,17 @@ def test_a_wrong_time_limit_is_named(monkeypatch, text):
     monkeypatch.setenv("ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS", text)
     with pytest.raises(ValueError, match=f"ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS is a positive .*, not '{text}'"):
         rendezvous._first_heartbeat_timeout_secs()
+
+
+def test_a_service_that_is_gone_is_a_typed_error(monkeypatch):
+    """Also where a process only says that it has arrived, as JAX has a backend."""
+
+    class Gone:
+        def __getattr__(self, name):
+            raise RuntimeError("UNAVAILABLE: Connection reset by peer")
+
+    monkeypatch.setattr(rendezvous, "key_value_store", Gone)
+    barrier = rendezvous._Barrier("backend", 0, range(2), "path")
+    for call in (barrier.arrive, barrier.wait):
+        with pytest.raises(CheckpointIOError, match=r"path: another process of this call has died, .*UNAVAILABLE"):
+            call()
