@@ -1,8 +1,10 @@
-"""Reading many small leaves costs by the bytes, not by the leaf: requests, reads of files and proofs are counted.
+"""Reading many small leaves costs by the bytes, not by the leaf, from a disk, a web server and a bucket.
 
-A leaf of some formats is a file of its own: there the count is one file's, for each.
+Counted are requests, reads of files, proofs that they are unchanged, arrays that TensorStore opens, and tasks and
+wake-ups of event loops. A leaf of some formats is a file of its own: there the count is one file's, for each.
 """
 
+import asyncio
 import collections
 import os
 
@@ -11,16 +13,18 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+import tensorstore
 
 import orbax_t5x as ot
 from tests.support.bundle_writer import bundle_of
 from tests.support.checkpoint_writers import orbax_writer
 from tests.support.format_suites import write_t5x
 from tests.support.gguf_files import write_gguf
+from tests.support.google_store import GoogleStore
 from tests.support.http_store import serving
 from tests.support.torch_files import save_torch
 
-COUNT = 1000
+COUNT = 3000
 MIB = 1 << 20
 RANDOM = np.random.default_rng(0)
 # Not one after the other in their files, whose order is that of names or of the tree.
@@ -89,39 +93,90 @@ def require_values(restored):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts the calls of the operating system that read files or prove them unchanged."""
+    """Counts calls that read files or prove them unchanged, arrays that are opened, and what event loops do."""
     counts = collections.Counter()
 
-    def counted(name):
-        function = getattr(os, name)
+    def count(owner, name):
+        function = getattr(owner, name)
 
         def call(*args, **options):
             counts[name] += 1
             return function(*args, **options)
 
-        monkeypatch.setattr(os, name, call)
+        monkeypatch.setattr(owner, name, call)
 
     for name in ("pread", "preadv", "fstat", "stat", "open"):
-        counted(name)
+        count(os, name)
+    count(asyncio.BaseEventLoop, "create_task")
+    count(asyncio.SelectorEventLoop, "_write_to_self")
+    opened = tensorstore.open
+
+    def open_array(*args, **options):
+        counts["arrays"] += 1
+        return opened(*args, **options)
+
+    monkeypatch.setattr(tensorstore, "open", open_array)
     return counts
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder and the path of each format, written once."""
+    known = {}
+
+    def write(kind):
+        if kind not in known:
+            folder = tmp_path_factory.mktemp(kind)
+            known[kind] = folder, FORMATS[kind](folder).relative_to(folder)
+        return known[kind]
+
+    return write
+
+
+def require_few_steps(calls):
+    """Of the event loop, and of TensorStore: by the kinds of arrays and by windows, not by arrays."""
+    assert calls["create_task"] <= 4 + WINDOWS
+    assert calls["_write_to_self"] <= 8 + 2 * WINDOWS
+    # Of alike arrays only one is opened; each thread may find that it was not opened yet.
+    assert calls["arrays"] <= 40
+
+
 @pytest.mark.parametrize("kind", FORMATS)
-def test_local_reads_and_proofs_follow_the_bytes(kind, tmp_path, calls):
-    path = FORMATS[kind](tmp_path)
+def test_local_reads_and_proofs_follow_the_bytes(kind, written, calls):
+    folder, path = written(kind)
     calls.clear()
-    require_values(ot.restore(path, TARGET))
+    require_values(ot.restore(folder / path, TARGET))
     assert calls["pread"] + calls["preadv"] <= 20 + 10 * WINDOWS
-    assert calls["fstat"] + calls["stat"] + calls["open"] <= 40 + 12 * data_files(tmp_path)
+    assert calls["fstat"] + calls["stat"] + calls["open"] <= 40 + 12 * data_files(folder)
+    require_few_steps(calls)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_requests_follow_the_bytes(kind, tmp_path):
-    path = FORMATS[kind](tmp_path)
-    with serving(tmp_path) as store:
-        require_values(ot.restore(f"{store.url}/{path.relative_to(tmp_path)}".rstrip("./"), TARGET))
-        assert len(store.log) <= 40 + 4 * WINDOWS + 3 * data_files(tmp_path)
-        assert sum(request.method == "HEAD" for request in store.log) <= 35 + data_files(tmp_path)
+def test_requests_follow_the_bytes(kind, written, calls):
+    folder, path = written(kind)
+    with serving(folder) as store:
+        calls.clear()
+        require_values(ot.restore(f"{store.url}/{path}".rstrip("./"), TARGET))
+        assert len(store.log) <= 40 + 4 * WINDOWS + 3 * data_files(folder)
+        assert sum(request.method == "HEAD" for request in store.log) <= 35 + data_files(folder)
+    require_few_steps(calls)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_operations_of_a_bucket_follow_the_bytes(kind, written, calls, monkeypatch):
+    folder, path = written(kind)
+    google = GoogleStore()
+    google.files = {f"run/{one.relative_to(folder)}": one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", google.url)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    try:
+        calls.clear()
+        require_values(ot.restore(f"gs://bucket/run/{path}".rstrip("./"), TARGET))
+    finally:
+        google.close()
+    # Small headers of a file are read one behind the other, by windows that grow.
+    assert len(google.operations) <= 60 + 8 * WINDOWS + 3 * data_files(folder)
+    require_few_steps(calls)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
