@@ -24,6 +24,8 @@ NOTES = (".scale_input", ".input_scale", ".comfy_quant", ".weight_format")
 _ZEROS = ".weight_zero_point"
 _QUANTIZED = re.compile(r"(?:u?int[248]|float[468]_.*)")
 _CUT = re.compile(r"[./]")
+# A scale beside the module, as `query_scale`, not in it.
+_SCALE_OF = re.compile(r"(.+[^./_])_(?:weight_|kernel_)?scale[^./]*", re.DOTALL)
 _WEIGHTS = ("weight", "kernel", "embedding")
 # Of a leaf that may multiply a weight which is kept: to leave it out would give other values.
 UNKNOWN_FORM = "it may say what the quantized weight {} is multiplied by, in a form that is not known"
@@ -62,9 +64,11 @@ def notes_beside(leaves: Mapping[str, Any]) -> set[str]:
 def multiplied_by(leaves: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yields notes on products, with the names of their weights."""
     for name in names:
-        for cut in _CUT.finditer(name):
-            stem, rest = name[: cut.end()], name[cut.end() :]
-            for weight in (stem + kind for kind in _WEIGHTS if rest not in (*_WEIGHTS, "bias")):
+        stems = [name[: cut.end()] for cut in _CUT.finditer(name) if name[cut.end() :] not in (*_WEIGHTS, "bias")]
+        if scale := _SCALE_OF.fullmatch(name):
+            stems += [f"{scale[1]}{separator}" for separator in "./"]
+        for stem in stems:
+            for weight in (stem + kind for kind in _WEIGHTS):
                 if weight in leaves and _QUANTIZED.fullmatch(_dtype_of(leaves[weight])):
                     yield name, weight
 

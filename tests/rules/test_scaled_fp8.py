@@ -218,8 +218,9 @@ def test_scales_of_another_name_and_notes_beside_them_go_the_same_way(by_row):
     for transforms in ("auto", rules.hf_t5_to_t5x()):
         assert_equal(flatten(ot.restore(checkpoint(stored), zeros(wanted), transforms)), wanted)
     assert_equal(flatten(ot.restore(checkpoint(stored), zeros(exact), "auto")), exact)
-    query = "encoder.block.1.layer.0.SelfAttention.q."
-    unknown = {"weight_scale_inv": np.ones((2, 1), np.float32), "quant_state.absmax": np.ones(3, np.float32)}
+    query = "encoder.block.1.layer.0.SelfAttention.q"
+    unknown = {".weight_scale_inv": np.ones((2, 1), np.float32), ".quant_state.absmax": np.ones(3, np.float32)}
+    unknown["_scale"] = np.float32(1)
     for options in ({}, {"strict": False}):
         for name, value in unknown.items():
             (problem,) = problems({**stored, query + name: value}, wanted, rules.hf_t5_to_t5x(), **options)
