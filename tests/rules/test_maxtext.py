@@ -1,6 +1,7 @@
 """A decoder gets MaxText's names, and comes back."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -31,6 +32,19 @@ def test_maxtext_has_the_heads_that_the_checkpoint_has(scanned):
         _, diagnostics = run(pack, source)
         assert {problem.leaf for problem in diagnostics.problems} == set(source)
         assert all("2 heads of 8 are 16" in problem.message for problem in diagnostics.problems)
+
+
+@pytest.mark.parametrize("layout", ["scanned", "unscanned"])
+def test_names_and_shapes_are_those_of_maxtexts_own_model(goldens, layout):
+    """A checkpoint of MaxText has the item `params` around the variables of its model."""
+    variables = json.loads((goldens / "trees" / "maxtext.json").read_text())[layout]
+    theirs = {f"params/{name}": np.zeros(shape, np.float32) for name, shape in variables.items()}
+    pack = rules.t5x_decoder_to_maxtext(3, 2, scanned=layout == "scanned")
+    ours, diagnostics = run(pack.inverse(), theirs)
+    assert not diagnostics.problems and len(ours) == 21
+    again, diagnostics = run(pack, ours)
+    assert not diagnostics.problems
+    assert {name: view.shape for name, view in again.items()} == {name: view.shape for name, view in theirs.items()}
 
 
 def test_a_decoder_gets_maxtext_names_and_comes_back():
