@@ -1,8 +1,10 @@
 """Reshapes read runs, and into scattered buffers only large pieces."""
 
 import numpy as np
+import pytest
 
-from orbax_t5x.lazy import full_box
+from orbax_t5x.lazy import box_slices, full_box
+from orbax_t5x.lazy.read import read_boxes
 from tests.support.lazy_views import view_of
 
 
@@ -32,3 +34,17 @@ def test_a_reshape_into_a_scattered_buffer_is_cut_where_the_pieces_are_large_onl
     assert pieces(heads_first, 1) == [((0, 128), (0, 1024))]
     # Heads of 64 floats: a quarter of a kilobyte each is not worth a request of its own.
     assert pieces(view_of((128, 768)).reshape(128, 12, 64), 1) == [((0, 128), (0, 768))]
+
+
+@pytest.mark.parametrize(
+    "box", [((4, 12), (0, 32), (0, 1024)), ((3, 4), (5, 29), (0, 1024)), ((1, 16), (0, 32), (0, 700))]
+)
+@pytest.mark.parametrize("padded_axis", [1, 2])
+def test_parts_of_a_reshape_arrive_in_a_scattered_buffer(box, padded_axis):
+    view = view_of((512, 1024)).reshape(16, 32, 1024)
+    shape = [last - first for first, last in box]
+    out = np.full([size + 3 * (axis == padded_axis) for axis, size in enumerate(shape)], -1, view.dtype)
+    read_boxes([(view.node, box, out[tuple(map(slice, shape))])])
+    whole = np.arange(512 * 1024).reshape(16, 32, 1024).astype(np.float32)
+    np.testing.assert_array_equal(out[tuple(map(slice, shape))], whole[box_slices(box)])
+    assert (np.delete(out, np.s_[: shape[padded_axis]], padded_axis) == -1).all()
