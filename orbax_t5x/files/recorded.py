@@ -1,4 +1,4 @@
-"""Files with answers shared between a job's processes.
+"""Files and requests with answers shared between a job's processes.
 
 They are recorded for the other processes, or were given on the process that recorded them.
 
@@ -8,6 +8,7 @@ this process has seen them itself.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import hashlib
 import os
@@ -16,16 +17,100 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
+from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError
 from orbax_t5x.files.descriptor import Descriptor
 from orbax_t5x.files.interface import ArrayDirectory, Look, Subdirectories
 from orbax_t5x.files.local import File, LocalFiles
 from orbax_t5x.files.paths import FileIdentity
 from orbax_t5x.files.places import recording
-from orbax_t5x.files.remote.recorded import RecordedBucket, RecordedTransport
-from orbax_t5x.files.remote.transport import Transport
+from orbax_t5x.files.ranges import BoundedRange
+from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, Transport, Version
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 from orbax_t5x.files.tree_checks import TreeSnapshot
+
+
+class RecordedTransport:
+    """Server with recorded or replayed answers.
+
+    They are replayed from a transcript; implements `Transport`.
+    """
+
+    def __init__(self, server: Transport, base: str, transcript: Transcript):
+        """Wraps a server with the URL `base`."""
+        self.is_bounded = server.is_bounded
+        self._server = server
+        self._base = base
+        self._transcript = transcript
+
+    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
+        """Implements `Transport.read`."""
+        request = ("read", self._base, key, wanted.start, wanted.stop)
+        found = self._transcript.find(request)
+        if found is not None and len(found.data) <= wanted.most:
+            return _given_response(found.value, found.data)
+        if self._transcript.is_received or self._transcript.is_closed:
+            return self._server.read(key, wanted, is_awaited=is_awaited)
+        pending = self._server.read(key, wanted._replace(into=None), is_awaited=is_awaited)
+        return _Recorded(pending, request, self._transcript)
+
+    def close_idle(self) -> None:
+        """Implements `Transport.close_idle`."""
+        self._server.close_idle()
+
+
+class RecordedBucket(RecordedTransport):
+    """Bucket like `RecordedTransport`; implements `ListedTransport`."""
+
+    def __init__(self, bucket: ListedTransport, base: str, transcript: Transcript):
+        """Wraps a bucket with the URL `base`."""
+        super().__init__(bucket, base, transcript)
+        self._bucket = bucket
+
+    def names(self, prefix: str, timeout: float) -> list[str]:
+        """Implements `ListedTransport.names`."""
+        return self._transcript.answer(["names", self._base, prefix], lambda: self._bucket.names(prefix, timeout))
+
+
+class _Recorded:
+    """Request that records its response; implements `PendingResponse`."""
+
+    def __init__(self, pending: PendingResponse, request: tuple[Any, ...], transcript: Transcript):
+        self._pending = pending
+        self._request = request
+        self._transcript = transcript
+
+    def result(self, timeout: float | None = None) -> Response | None:
+        try:
+            answer = self._pending.result(timeout)
+        except (TimeoutError, CheckpointError):
+            raise
+        except ValueError as error:
+            self._transcript.add(self._request, ["failed", str(error)])
+            raise
+        if answer is None:
+            self._transcript.add(self._request, ["none"])
+        else:
+            marks = [mark.hex() for mark in answer.version]
+            self._transcript.add(self._request, ["found", marks, answer.file_bytes], answer.data)
+        return answer
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def cancel(self) -> object:
+        return self._pending.cancel()
+
+
+def _given_response(value: list[Any], data: bytes) -> concurrent.futures.Future[Response | None]:
+    """Returns the response to a request that need not be sent."""
+    future: concurrent.futures.Future[Response | None] = concurrent.futures.Future()
+    kind = value[0]
+    if kind == "failed":
+        future.set_exception(ValueError(value[1]))
+    else:
+        version = Version(*map(bytes.fromhex, value[1])) if kind == "found" else None
+        future.set_result(None if version is None else Response(data, version, value[2]))
+    return future
 
 
 def _same(value: Any) -> Any:

@@ -3,8 +3,8 @@
 If the hub keeps them by range.
 
 The hub answers a request for a file with the bytes, or sends on to the server that holds them, under a URL that is
-valid for some minutes, and that is in no message. What is read belongs to one commit: a server that then answers with
-another ETag or another size gives other bytes.
+valid for some minutes, and that is in no message; the token goes to the hub alone. What is read belongs to one commit:
+a server that then answers with another ETag or another size gives other bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -21,16 +23,134 @@ from orbax_t5x.errors import (
     LimitExceededError,
     error_at,
 )
-from orbax_t5x.extras.web.hub import parse_hub_path
+from orbax_t5x.extras.web.hub import hub_endpoint, hub_token, parse_hub_path
 from orbax_t5x.extras.web.hub_commit import find_commit, known_commit
-from orbax_t5x.extras.web.hub_requests import HubRequests, HubResponse, server_of
 from orbax_t5x.extras.web.web_answer import PAGE_BYTES, content_range, read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
-from orbax_t5x.extras.web.web_response import PassingError
+from orbax_t5x.extras.web.web_response import PassingError, WebResponse
+from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.places import answered
 from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.request_errors import is_ignored_range, remote_error
 from orbax_t5x.files.remote.transport import PendingResponse, Response, ResponseClock, Version
+
+_Result = TypeVar("_Result")
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 5
+_STEPS = (("http", "http"), ("http", "https"), ("https", "https"))
+_PORTS = {"http": 80, "https": 443}
+
+
+class HubResponse(NamedTuple):
+    """The response of the hub, or of another server.
+
+    The hub has sent on the request to it.
+
+    Attributes:
+      url: that was requested.
+      response: to it.
+      wanted: the bytes.
+    """
+
+    url: str
+    response: WebResponse
+    wanted: BoundedRange
+
+
+def _ignore(answer: HubResponse) -> None:
+    """Looks at no redirect."""
+
+
+class HubRequests:
+    """Client of a hub.
+
+    Attributes:
+      endpoint: URL of the hub.
+    """
+
+    def __init__(self, clock: ResponseClock):
+        """Makes no request."""
+        self.endpoint: str = hub_endpoint()
+        self._token = hub_token()
+        self._clock = clock
+        self._servers: dict[str, WebServer] = {}
+
+    def send(
+        self,
+        url: str,
+        wanted: BoundedRange,
+        judge: Callable[[HubResponse], _Result],
+        request: WebRequest,
+        *,
+        see: Callable[[HubResponse], None] = _ignore,
+    ) -> _Result:
+        """Sends a request once, and follows redirects; like `WebServer.exchange`."""
+
+        def follow(response: WebResponse, wanted: BoundedRange) -> _Result | _Redirect:
+            answer = HubResponse(url, response, wanted)
+            if response.status not in _REDIRECTS:
+                return judge(answer)
+            see(answer)
+            response.body(PAGE_BYTES)
+            return _Redirect(_next_url(url, response.headers.get("location")))
+
+        for _ in range(_MOST_REDIRECTS):
+            server, target, headers = self._server(url)
+            found = server.exchange(target, wanted, follow, request, headers=headers)
+            if not isinstance(found, _Redirect):
+                return found
+            url = found.url
+        raise ValueError(f"UNKNOWN: more than {_MOST_REDIRECTS} redirects")
+
+    def _server(self, url: str) -> tuple[WebServer, str, Mapping[str, str]]:
+        """Returns a URL's server, path with query, and headers.
+
+        The headers are for that server alone.
+        """
+        base = server_of(url)
+        if base not in self._servers:
+            self._servers[base] = WebServer(base, self._clock)
+        is_hub = base == server_of(self.endpoint)
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token and is_hub else {}
+        parts = urllib.parse.urlsplit(url)
+        # As it was sent, but for what no request may hold.
+        target = urllib.parse.quote(parts.path.removeprefix("/"), safe="%/-._~!$&'()*+,;=:@")
+        query = urllib.parse.quote(parts.query, safe="%/-._~!$&'()*+,;=:@?")
+        return self._servers[base], f"{target}?{query}" if query else target, headers
+
+    def close_idle(self) -> None:
+        """Closes the connections that no request uses."""
+        for server in list(self._servers.values()):
+            server.close_idle()
+
+
+class _Redirect(NamedTuple):
+    """A redirect of a server."""
+
+    url: str
+
+
+def _next_url(url: str, location: str | None) -> str:
+    """Returns the URL to which a server sends on.
+
+    It is of the web, and encrypted if the server was.
+    """
+    target = urllib.parse.urljoin(url, location or "")
+    parts = urllib.parse.urlsplit(target)
+    schemes = (urllib.parse.urlsplit(url).scheme, parts.scheme)
+    if location is None or not parts.hostname or schemes not in _STEPS:
+        raise ValueError("UNKNOWN: the hub sends on to no URL of the web")
+    return target
+
+
+def server_of(url: str) -> str:
+    """Returns scheme, host and port of a URL."""
+    parts = urllib.parse.urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    port = parts.port or _PORTS.get(parts.scheme)
+    return f"{parts.scheme}://{host}" if port == _PORTS.get(parts.scheme) else f"{parts.scheme}://{host}:{port}"
+
 
 _REFUSED = (400, 401, 403, 404, 410)
 

@@ -2,7 +2,7 @@
 
 Orbax identifies leaves by their keys, takes any key, joins them with dots, and lets a leaf overwrite another one if
 their keys join to the same. Opened, leaves have '/'-joined names. The names refused here are those that the reader of
-Orbax items would refuse, by the same functions (`orbax_t5x.readers.orbax.keys`).
+Orbax items would refuse, by the same functions (`orbax_t5x.readers.orbax.metadata`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ import jax
 from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsafeCheckpointError
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
-from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, array_key, fault_of_key, key_leads_out
-from orbax_t5x.readers.orbax.metadata import METADATA_FILE
+from orbax_t5x.readers.orbax.metadata import (
+    ARRAY_METADATAS,
+    METADATA_FILE,
+    STRINGS_FILE,
+    array_key,
+    fault_of_key,
+    key_leads_out,
+)
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE
 from orbax_t5x.trees.pytree_names import key_text
 

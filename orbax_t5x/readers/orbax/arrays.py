@@ -33,8 +33,7 @@ from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.checksums import ItemSums
-from orbax_t5x.readers.orbax.keys import array_key, inside
-from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
+from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata, array_key, inside
 from orbax_t5x.readers.small_arrays import SmallArray, SmallArrayLeaf, SmallArrays
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf

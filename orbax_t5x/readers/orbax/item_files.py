@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from orbax_t5x.files.interface import Files, Snapshot
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
-from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, inside
+from orbax_t5x.readers.orbax.metadata import ARRAY_METADATAS, STRINGS_FILE, inside
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
 
 # Files of an OCDBT database: its manifest, its tables, and those of single processes.

@@ -5,7 +5,8 @@
 Only names, kinds of values and a few flags are taken from these files. Shapes are not: `write_shape` is what one
 process wrote, not the array, so shapes come from opening the arrays. No class is looked up by the names of types and
 handlers in them. Every array must have a key of its own: where two share one, Orbax has written one over the
-other, and it is unknown which is left. Keys that Orbax distinguishes and '/'-joined names do not are unsupported.
+other, and it is unknown which is left. Keys that Orbax distinguishes and '/'-joined names do not are unsupported; saves
+are checked by the same functions, so that what is saved can be opened.
 """
 
 from __future__ import annotations
@@ -26,7 +27,37 @@ from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at
 from orbax_t5x.files.strict_json import parse_object
-from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, array_key, fault_of_key, inside, key_leads_out
+
+STRINGS_FILE = "_strings.json"
+ARRAY_METADATAS = "array_metadatas"
+
+
+def fault_of_key(key: str) -> str | None:
+    """Describes a key's fault ("is empty"), or returns None."""
+    if not key:
+        return "is empty: no name of a leaf has a part for it"
+    if "\0" in key:
+        return "holds a NUL, which no name of a leaf may hold"
+    return None
+
+
+def key_leads_out(key: str) -> bool:
+    """Tests if a key, as a path, leads out of its directory."""
+    return key.startswith("/") or ".." in key.split("/")
+
+
+def array_key(param: str) -> str:
+    """Returns an array's directory or database prefix for a key.
+
+    That of `a/` is that of `a`.
+    """
+    return param.removesuffix("/")
+
+
+def inside(item: str, name: str) -> str:
+    """Returns the path of something in an item, relative to the root."""
+    return f"{item}/{name}" if item and name else item or name
+
 
 METADATA_FILE = "_METADATA"
 _CUSTOM_KEY = b'"custom_metadata"'

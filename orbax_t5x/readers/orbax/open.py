@@ -45,10 +45,10 @@ from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
 from orbax_t5x.readers.orbax.item_files import database_files, find_item_files, stat_ahead
-from orbax_t5x.readers.orbax.keys import inside
 from orbax_t5x.readers.orbax.metadata import (
     METADATA_FILE,
     ItemMetadata,
+    inside,
     read_item_metadata,
     read_prng_impls,
     read_strings,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from orbax_t5x.extras.web import hub_requests
-from orbax_t5x.extras.web.hub_requests import HubRequests, server_of
+from orbax_t5x.extras.web import hub_ranges
+from orbax_t5x.extras.web.hub_ranges import HubRequests, server_of
 from orbax_t5x.extras.web.web_answer import read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.files.ranges import BoundedRange
@@ -81,4 +81,4 @@ def test_redirects_to_nowhere(sending):
         with pytest.raises(ValueError, match="no URL of the web"):
             send(f"{sending.url}/first")
     with pytest.raises(ValueError, match="no URL of the web"):
-        hub_requests._next_url("https://a.b/c", "http://a.b/c")
+        hub_ranges._next_url("https://a.b/c", "http://a.b/c")

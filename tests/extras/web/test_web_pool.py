@@ -10,8 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 import orbax_t5x as ot
-from orbax_t5x.extras.web.web_pool import find_route
-from orbax_t5x.extras.web.web_server import WebServer
+from orbax_t5x.extras.web.web_server import WebServer, find_route
 from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.transport import ResponseClock
 from tests.support.http_store import serving

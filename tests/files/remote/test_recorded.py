@@ -5,7 +5,7 @@ import concurrent.futures
 import pytest
 
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.recorded import RecordedBucket, RecordedTransport
+from orbax_t5x.files.recorded import RecordedBucket, RecordedTransport
 from orbax_t5x.files.remote.transport import Response, Version
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 
