@@ -61,9 +61,26 @@ def per_layer(name, layer):
     return f"target/{name}/layers_{layer}/relpos_bias/rel_embedding"
 
 
-def test_without_a_target_only_block_0_means_shared():
-    assert biases(translate(unreadable(tower("encoder", 3, [0])))) == [shared("encoder")]
-    assert biases(translate(unreadable(tower("encoder", 2, [0, 1])))) == [per_layer("encoder", i) for i in (0, 1)]
+# Biases in the file by tower and block, in the target, and in the result.
+SHARED, EACH = [shared("encoder")], [per_layer("encoder", layer) for layer in (0, 1)]
+BIASES = {
+    "only block 0": (tower("encoder", 3, [0]), [], SHARED),
+    "every block": (tower("encoder", 2, [0, 1]), [], EACH),
+    "each tower by itself": (
+        tower("encoder", 1, [0]) + tower("decoder", 1, [0]),
+        [per_layer("encoder", 0), shared("decoder")],
+        [shared("decoder"), per_layer("encoder", 0)],
+    ),
+    "a target without a bias": (tower("encoder", 2, [0]), ["target/encoder/encoder/relpos_bias/rel_embedding"], SHARED),
+    "shared in the file only": (tower("encoder", 2, [0]), EACH, SHARED),
+    "shared in the target only": (tower("encoder", 2, [0, 1]), SHARED, EACH),
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_the_file_decides_unless_a_tower_has_one_layer(case):
+    source, target, expected = BIASES[case]
+    assert biases(translate(unreadable(source), dict.fromkeys(target, np.empty(())))) == expected
 
 
 def test_a_one_layer_model_is_decided_by_the_target():
@@ -74,26 +91,6 @@ def test_a_one_layer_model_is_decided_by_the_target():
         assert biases(result) == [name]
         slot = name.replace("target", "state/param_states") + "/v"
         assert slot in result  # the slots go where the bias goes
-
-
-def test_each_tower_is_decided_for_itself():
-    source = unreadable([*tower("encoder", 1, [0]), *tower("decoder", 1, [0])])
-    target = {per_layer("encoder", 0): np.empty(()), shared("decoder"): np.empty(())}
-    assert biases(translate(source, target)) == [shared("decoder"), per_layer("encoder", 0)]
-
-
-def test_a_target_that_names_no_bias_leaves_the_file_to_decide():
-    source = unreadable(tower("encoder", 2, [0]))
-    assert biases(translate(source, {"target/encoder/encoder/relpos_bias/rel_embedding": np.empty(())})) == [
-        shared("encoder")
-    ]
-
-
-def test_shared_in_the_file_and_per_layer_in_the_target_are_not_confused():
-    target = {per_layer("encoder", i): np.empty(()) for i in range(2)}
-    assert biases(translate(unreadable(tower("encoder", 2, [0])), target)) == [shared("encoder")]
-    source = unreadable(tower("encoder", 2, [0, 1]))
-    assert biases(translate(source, {shared("encoder"): np.empty(())})) == [per_layer("encoder", i) for i in (0, 1)]
 
 
 # Placeholders.

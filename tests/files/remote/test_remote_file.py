@@ -17,12 +17,6 @@ from tests.support.http_store import serving
 DATA = np.random.default_rng(1).bytes(5 << 20)
 
 
-@pytest.fixture(scope="module")
-def store():
-    with serving() as running:
-        yield running
-
-
 def file_of(store, data):
     store.files["file"] = data
     with opening(Limits()):
@@ -45,6 +39,16 @@ def test_sizes_are_found(store, size):
     assert not file_of(store, DATA[:size]).require_size(size + 1)
     if size:
         assert not file_of(store, DATA[:size]).require_size(size - 1)
+
+
+def test_small_reads_come_from_few_requests(store):
+    file = file_of(store, DATA[:200_000])
+    store.forget()
+    for offset in range(0, 60_000, 100):
+        assert bytes(file.read(offset, 100)) == DATA[offset : offset + 100]
+    assert len(store.log) == 1
+    with pytest.raises(ot.errors.CorruptCheckpointError, match="of a file of 200000 bytes"):
+        file.read(199_950, 100)
 
 
 def test_a_server_that_has_bytes_at_every_offset_has_no_file(store):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointGoneError
 from orbax_t5x.files.remote.transport import NO_VERSION, Version
-from tests.support.http_store import serving
 
 FIRST = np.arange(1 << 19, dtype=np.float32)
 TAGS = {"strong": '"v1"', "another": '"v2"', "weak": 'W/"v1"', "another weak": 'W/"v2"', "none": None}
@@ -27,12 +26,6 @@ def contents(which):
 
 
 CONTENTS = {which: contents(which) for which in ("same", "other", "larger")}
-
-
-@pytest.fixture(scope="module")
-def store():
-    with serving() as running:
-        yield running
 
 
 def send(store, tag, date, which):
