@@ -63,7 +63,9 @@ def allocate(group: Group, staging: StagingBuffers | None) -> GroupBuffers:
     except (LimitExceededError, MemoryError) as error:
         with naming_memory_errors(entry.leaves[0].path, entry.name):
             raise error
-    bare = [(entry.leaves[0], list(map(Request, layouts[entry].read_boxes, outs[entry.name]))) for entry in group.bare]
+    # A process without shards of an array does not look at its file.
+    with_shards = [entry for entry in group.bare if layouts[entry].read_boxes]
+    bare = [(entry.leaves[0], list(map(Request, layouts[entry].read_boxes, outs[entry.name]))) for entry in with_shards]
     stages: list[list[BufferedPiece]] = []
     for pieces in group.stages:
         stages.append([])
