@@ -25,7 +25,12 @@ class Recorder(Protocol):
     """Maker of files with answers shared between processes.
 
     Answers are recorded for other processes, or come from another process.
+
+    Attributes:
+      transcript: the answers.
     """
+
+    transcript: Any
 
     def local(self, path: str) -> Files:
         """Makes the files of a local path."""
@@ -33,11 +38,6 @@ class Recorder(Protocol):
 
     def transport(self, transport: Any, base: str) -> Any:
         """Wraps the requests to a server or bucket."""
-        ...
-
-    @property
-    def transcript(self) -> Any:
-        """The answers."""
         ...
 
 

@@ -22,18 +22,15 @@ from orbax_t5x.files.descriptor import Descriptor
 from orbax_t5x.files.interface import ArrayDirectory, Look, Subdirectories
 from orbax_t5x.files.local import File, LocalFiles
 from orbax_t5x.files.paths import FileIdentity
-from orbax_t5x.files.places import recording
+from orbax_t5x.files.places import Recorder, recording
 from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, Transport, Version
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 from orbax_t5x.files.tree_checks import TreeSnapshot
 
 
-class RecordedTransport:
-    """Server with recorded or replayed answers.
-
-    They are replayed from a transcript; implements `Transport`.
-    """
+class RecordedTransport(Transport):
+    """Server with answers that are recorded, or replayed from a transcript."""
 
     def __init__(self, server: Transport, base: str, transcript: Transcript):
         """Wraps a server with the URL `base`."""
@@ -43,7 +40,6 @@ class RecordedTransport:
         self._transcript = transcript
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
-        """Implements `Transport.read`."""
         request = ("read", self._base, key, wanted.start, wanted.stop)
         found = self._transcript.find(request)
         if found is not None and len(found.data) <= wanted.most:
@@ -54,12 +50,11 @@ class RecordedTransport:
         return _Recorded(pending, request, self._transcript)
 
     def close_idle(self) -> None:
-        """Implements `Transport.close_idle`."""
         self._server.close_idle()
 
 
-class RecordedBucket(RecordedTransport):
-    """Bucket like `RecordedTransport`; implements `ListedTransport`."""
+class RecordedBucket(RecordedTransport, ListedTransport):
+    """Bucket like `RecordedTransport`."""
 
     def __init__(self, bucket: ListedTransport, base: str, transcript: Transcript):
         """Wraps a bucket with the URL `base`."""
@@ -67,12 +62,11 @@ class RecordedBucket(RecordedTransport):
         self._bucket = bucket
 
     def names(self, prefix: str, timeout: float) -> list[str]:
-        """Implements `ListedTransport.names`."""
         return self._transcript.answer(["names", self._base, prefix], lambda: self._bucket.names(prefix, timeout))
 
 
-class _Recorded:
-    """Request that records its response; implements `PendingResponse`."""
+class _Recorded(PendingResponse):
+    """Request that records its response."""
 
     def __init__(self, pending: PendingResponse, request: tuple[Any, ...], transcript: Transcript):
         self._pending = pending
@@ -117,25 +111,17 @@ def _same(value: Any) -> Any:
     return value
 
 
-class TranscriptRecorder:
-    """Maker of files that record into a transcript, or answer from it.
-
-    It implements `Recorder`.
-
-    Attributes:
-      transcript: of one opening.
-    """
+class TranscriptRecorder(Recorder):
+    """Maker of files that record into a transcript, or answer from it."""
 
     def __init__(self, transcript: Transcript):
         """Holds the transcript."""
         self.transcript = transcript
 
     def local(self, path: str) -> RecordedFiles:
-        """Implements `Recorder.local`."""
         return RecordedFiles(path, self.transcript)
 
     def transport(self, transport: Transport, base: str) -> RecordedTransport:
-        """Implements `Recorder.transport`."""
         kind = RecordedBucket if hasattr(transport, "names") else RecordedTransport
         return kind(cast("Any", transport), base, self.transcript)
 

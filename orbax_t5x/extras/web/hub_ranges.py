@@ -32,7 +32,7 @@ from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.places import answered
 from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.request_errors import is_ignored_range, remote_error
-from orbax_t5x.files.remote.transport import PendingResponse, Response, ResponseClock, Version
+from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, ResponseClock, Version
 
 _Result = TypeVar("_Result")
 
@@ -155,8 +155,8 @@ def server_of(url: str) -> str:
 _REFUSED = (400, 401, 403, 404, 410)
 
 
-class HubFiles:
-    """The files of a commit; implements `ListedTransport`."""
+class HubFiles(ListedTransport):
+    """The files of a commit."""
 
     is_bounded: bool = True
 
@@ -173,11 +173,9 @@ class HubFiles:
         self._tags: dict[tuple[str, str], str] = {}
 
     def names(self, prefix: str, timeout: float) -> list[str]:
-        """Implements `ListedTransport.names`."""
         return [name for name in self._sizes if name.startswith(prefix)]
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
-        """Implements `Transport.read`."""
         if key not in self._sizes:
             return _known(None)
         size = self._sizes[key]
@@ -219,7 +217,6 @@ class HubFiles:
         return True
 
     def close_idle(self) -> None:
-        """Implements `Transport.close_idle`."""
         self._requests.close_idle()
 
     def _attempt(self, key: str, wanted: BoundedRange, request: WebRequest) -> Response | None:

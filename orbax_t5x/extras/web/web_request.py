@@ -16,11 +16,18 @@ from collections.abc import Callable
 
 from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE
-from orbax_t5x.files.remote.transport import FIRST_DELAY_SECS, LONGEST_DELAY_SECS, MAX_RETRIES, Response, ResponseClock
+from orbax_t5x.files.remote.transport import (
+    FIRST_DELAY_SECS,
+    LONGEST_DELAY_SECS,
+    MAX_RETRIES,
+    PendingResponse,
+    Response,
+    ResponseClock,
+)
 
 
-class WebRequest:
-    """A request with retries; implements `PendingResponse`.
+class WebRequest(PendingResponse):
+    """A request with retries.
 
     It is sent until it succeeds, fails for good, or has failed too often.
 
@@ -72,7 +79,6 @@ class WebRequest:
             raise ValueError(f"UNAVAILABLE: {self._failure}; tried for {limit}") from self._failure
 
     def result(self, timeout: float | None = None) -> Response | None:
-        """Implements `PendingResponse.result`."""
         if self._future is None:
             return self._run()
         try:
@@ -83,7 +89,6 @@ class WebRequest:
             raise
 
     def done(self) -> bool:
-        """Implements `PendingResponse.done`."""
         return self._future is None or self._future.done()
 
     def cancel(self) -> None:

@@ -31,7 +31,7 @@ from orbax_t5x.extras.web.web_answer import range_header, read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import BoundedResponse, PassingError, WebResponse
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
-from orbax_t5x.files.remote.transport import ResponseClock
+from orbax_t5x.files.remote.transport import ResponseClock, Transport
 
 # As for TensorStore; beside it the environment variables of OpenSSL hold.
 _CA_BUNDLE = "TENSORSTORE_CA_BUNDLE"
@@ -170,8 +170,8 @@ _TEXT_LENGTH = 200
 _NO_RETRIES = urllib3.Retry(False, redirect=False)
 
 
-class WebServer:
-    """A web server; implements `Transport`."""
+class WebServer(Transport):
+    """A web server, whose answers hold no more than was asked for."""
 
     is_bounded: bool = True
 
@@ -184,7 +184,6 @@ class WebServer:
         self._lock = threading.Lock()
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> WebRequest:
-        """Implements `Transport.read`."""
         target = urllib.parse.quote(key, safe=PLAIN_CHARACTERS)
         attempt = functools.partial(self.exchange, target, wanted, read_answer)
         return WebRequest(attempt, self._clock, is_awaited=is_awaited)

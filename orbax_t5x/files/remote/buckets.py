@@ -17,6 +17,7 @@ from orbax_t5x.files.remote.transport import (
     FIRST_DELAY_SECS,
     LONGEST_DELAY_SECS,
     MAX_RETRIES,
+    ListedTransport,
     PendingResponse,
     Response,
     Version,
@@ -40,7 +41,7 @@ _SETTINGS = {
 _NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
 
 
-class Bucket:
+class Bucket(ListedTransport):
     """A bucket, read by TensorStore.
 
     TensorStore keeps all of a response before it looks at it, so that the bound holds only for what an honest store
@@ -54,11 +55,9 @@ class Bucket:
         self._kvstore = kvstore
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
-        """Implements `Transport.read`."""
         return _BucketRead(self._kvstore.read(key, byte_range=slice(wanted.start, wanted.stop)), wanted.most)
 
     def names(self, prefix: str, timeout: float) -> list[str]:
-        """Implements `ListedTransport.names`."""
         keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else None  # all below a directory
         listing: Any = self._kvstore.list(keys)
         try:
@@ -72,7 +71,7 @@ class Bucket:
         """Does nothing: TensorStore closes its connections by itself."""
 
 
-class _BucketRead:
+class _BucketRead(PendingResponse):
     def __init__(self, future: Any, most: int):
         self._future = future
         self._most = most
