@@ -68,10 +68,7 @@ class Cleanup:
 
 
 def call_with_cleanup(function: Callable[[Cleanup], _Result]) -> _Result:
-    """Calls a function, then leaves everything that it has entered.
-
-    Signal handlers may raise in every line of it.
-    """
+    """Calls a function, then leaves everything that it has entered."""
     cleanup = Cleanup()
     jobs, close = cleanup.jobs, cleanup.close
     try:

@@ -176,12 +176,7 @@ class OnceEach(Generic[_Key, _Result]):
 
 
 def balanced_shares(items: Iterable[_Item], size: Callable[[_Item], int], count: int) -> list[list[_Item]]:
-    """Divides items into `count` shares of nearly the same size.
-
-    The largest item comes first; each goes to the smallest share.
-
-    The same items in the same order give the same work shares everywhere.
-    """
+    """Divides items into shares of nearly equal size, always alike."""
     shares: list[list[_Item]] = [[] for _ in range(count)]
     heap = [(0, share) for share in range(count)]
     for item in sorted(items, key=size, reverse=True):

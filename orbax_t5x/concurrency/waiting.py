@@ -16,10 +16,7 @@ _MOST_BLOCKS = 128
 
 
 async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterable[Coroutine[Any, Any, Any]]) -> None:
-    """Awaits coroutines together.
-
-    The first failure cancels the rest, and is raised after they have ended.
-    """
+    """Awaits coroutines; the first failure cancels the rest."""
     failure: BaseException | None = None
     tasks: list[asyncio.Task[Any]] = []
     cancelled: list[asyncio.Task[Any]] = []

@@ -20,10 +20,7 @@ from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 
 
 class ReadAhead(Protocol):
-    """Reads in the order of their announcement.
-
-    A remote store may begin them early.
-    """
+    """Announced reads in order; a remote store may begin them early."""
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Implements `StoredFile.read_into`."""
@@ -55,18 +52,12 @@ class StoredFile(FilePlace, Protocol):
 
     @property
     def size(self) -> int:
-        """The size in bytes.
-
-        For remote files this costs several requests, because TensorStore exposes no stat.
-        """
+        """The size in bytes; it costs several requests to buckets."""
         ...
 
     @property
     def known_size(self) -> int | None:
-        """The size, or None.
-
-        None: it takes a request.
-        """
+        """The size, or None if it takes a request."""
         ...
 
     def require_size(self, size: int) -> bool:
@@ -194,10 +185,7 @@ class Look(NamedTuple):
 
 
 class Subdirectories(NamedTuple):
-    """Possible directories in a directory, and links that lead out.
-
-    The links may lead to whatever they like.
-    """
+    """Directories in a directory, and links that lead out."""
 
     inside: list[str]
     outside: list[str]
@@ -243,31 +231,19 @@ class Files(FilePlace, Named, Protocol):
         ...
 
     def is_file(self) -> bool:
-        """Tests if the root is a file, or a link to it.
-
-        Nothing is opened.
-        """
+        """Tests if the root is a file, or a link to it."""
         ...
 
     def is_directory(self) -> bool:
-        """Tests if the root is a directory, or a link to it.
-
-        Of a URL, if files are below it.
-        """
+        """Tests if the root is a directory, or has files below."""
         ...
 
     def names(self) -> list[str]:
-        """Lists the names in the root, sorted.
-
-        A remote store may list only files that mark a checkpoint.
-        """
+        """Lists the root's names, sorted; remotely perhaps only checkpoints' marks."""
         ...
 
     def subdirectories(self) -> Subdirectories:
-        """Lists the directories in the root.
-
-        Links in it are followed as far as they stay inside.
-        """
+        """Lists the root's directories, links that stay inside included."""
         ...
 
     # -- names below
@@ -345,10 +321,7 @@ class Files(FilePlace, Named, Protocol):
     # -- announcements, which cost nothing locally
 
     def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
-        """Announces stats of files, so that a remote store batches them.
-
-        Some may be beside the root.
-        """
+        """Announces stats of files, some of them beside the root."""
         ...
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
@@ -365,17 +338,11 @@ class Files(FilePlace, Named, Protocol):
         ...
 
     def entries(self, name: str) -> dict[str, bool]:
-        """Lists a directory: by name, if it is a directory.
-
-        It is complete if the store lists all at once.
-        """
+        """Lists a directory: by name, whether it is a directory."""
         ...
 
     def require_plain(self, name: str, *, leaf: str | None = None) -> None:
-        """Checks that a directory holds only plain files, at any depth.
-
-        For a library that opens them by their names.
-        """
+        """Proves that a directory holds only plain files, any depth."""
         ...
 
     def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Snapshot:
@@ -400,10 +367,7 @@ class Files(FilePlace, Named, Protocol):
         ...
 
     def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
-        """Returns an array's metadata, or None.
-
-        None: opening it has to read them.
-        """
+        """Returns an array's metadata, or None if they must be read."""
         ...
 
     def note_array(self, array: Any) -> None:

@@ -137,10 +137,7 @@ def io_error(error: OSError, doing: str, *, path: str, leaf: str | None = None) 
 
 
 class FileIdentity(NamedTuple):
-    """Size, modification time and inode of a file.
-
-    They differ after a replacement of the file and after a write to it.
-    """
+    """Size, modification time and inode of a file."""
 
     size: int
     modified_ns: int
@@ -179,10 +176,7 @@ class Root:
 
     @contextlib.contextmanager
     def _walk(self, name: str, leaf: str | None) -> Generator[tuple[int, str | None, str], None, None]:
-        """Yields (directory fd, last component, resolved path).
-
-        The component is None for the directory itself.
-        """
+        """Yields (directory fd, last component or None, resolved path)."""
         walker = _PathWalker(self, name, leaf)
         try:
             yield walker.run()

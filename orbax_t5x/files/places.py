@@ -91,10 +91,7 @@ def recording(recorder: Recorder) -> Generator[None, None, None]:
 
 @contextmanager
 def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
-    """Shares connections during a call.
-
-    An opening inside another is the same.
-    """
+    """Shares connections during a call, and calls inside it."""
     if (entered := _OPENING.get()) is not None:
         yield entered
         return

@@ -166,7 +166,7 @@ def _answered(ask: Callable[..., Any], pack: Callable[[Any], Any] = _same, unpac
 
 
 class RecordedFiles(LocalFiles):
-    """Local files of an opening that processes share; answers are of the root as the caller named it.
+    """Local files of an opening that processes share.
 
     Attributes:
       transcript: of the opening.

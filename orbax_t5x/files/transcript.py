@@ -36,12 +36,7 @@ class Answer(NamedTuple):
 
 
 class Viewpoint(NamedTuple):
-    """Two processes of a job: the reader and the opener.
-
-    The opener opened the checkpoint for all.
-
-    Example of its use: a file that differs between them is an error that names both.
-    """
+    """Two processes of a job: reader, and opener for all."""
 
     process: int
     opener: int

@@ -147,10 +147,7 @@ class Checkpoint:
             close()
 
     def also_close(self, close: Callable[[], None]) -> None:
-        """Adds an action of `close`.
-
-        For `open_checkpoint`.
-        """
+        """Adds an action of `close`, for `open_checkpoint`."""
         self._closers.append(close)
 
     def __enter__(self) -> Checkpoint:
@@ -174,10 +171,7 @@ class Checkpoint:
 
 
 def checkpoint_rows(checkpoint: Checkpoint, *, folded: bool = True) -> list[Any]:
-    """Returns the rows of a checkpoint's tree.
-
-    `folded` shows repeated layers as a single branch.
-    """
+    """Returns a tree's rows; `folded` shows repeated layers once."""
     leaves = {
         name: _tree_leaf(array_text(view.dtype, view.shape), array_bytes(view.dtype, view.shape))
         for name, view in checkpoint.leaves.items()

@@ -107,10 +107,7 @@ def _open_directory(probe: PathProbe, rows: list[Format], item: str | None, limi
 
 
 def _open(row: Format, path: str, limits: Limits, item: str | None) -> Checkpoint:
-    """Opens a path of a format.
-
-    The format's module is loaded now.
-    """
+    """Loads a format's module and opens a path."""
     opener: Callable[..., Checkpoint]  # `item=` is for formats with items alone
     opener = on_demand.function(*row.open.split(":")) if isinstance(row.open, str) else row.open
     if item is not None and not row.has_items:

@@ -67,10 +67,7 @@ def _latest_step(root: str, validated: bool) -> int | None:
 
 
 def _newest_first(probe: PathProbe) -> Iterator[Step | StepFile]:
-    """Yields the finished steps of a root.
-
-    They are directories, else files in a directory that no format owns.
-    """
+    """Yields the finished steps of a root: directories, else files."""
     steps = newest_first(probe.path)
     if (newest := next(steps, None)) is not None:
         yield newest

@@ -23,10 +23,7 @@ from orbax_t5x.readers.orbax.steps import (
 
 
 class NewestOfRoot(NamedTuple):
-    """The checkpoint in a directory: its path, step and format.
-
-    The step is a file's; the format is given if marks do not tell it.
-    """
+    """The checkpoint in a directory: path, a file's step, format."""
 
     path: str
     step: int | None = None
@@ -76,9 +73,6 @@ def _require_one_format(probe: PathProbe, found: Subdirectories, newest: str) ->
 
 
 def _owner_of_step(directory: str) -> str:
-    """Names the format of a finished step.
-
-    By items alone it is Orbax's.
-    """
+    """Names the format of a finished step, Orbax's by default."""
     owner = owner_of_directory(probe_path(directory), all_formats())
     return "orbax" if owner is None else owner.name

@@ -154,10 +154,7 @@ class SmallArrays:
         self._in_tree = FileExtent(values.manifest, 0, 0)
 
     def find(self, name: str, leaf: str) -> SmallArray | None:
-        """Returns an array, or None.
-
-        None: TensorStore is to read it, or to find its fault.
-        """
+        """Returns an array, or None if TensorStore shall read it."""
         prefix = f"{name}/" if name else ""
         opened = partial(self._open_array, name, leaf)
         try:
@@ -174,10 +171,7 @@ class SmallArrays:
             return None
 
     def _placed(self, kind: ArrayKind, prefix: str, opened: Callable[[], FetchedArray]) -> SmallArray | None:
-        """Returns the array with a key prefix, or None.
-
-        None: a chunk is absent, too long or far from the other chunks.
-        """
+        """Returns an array by key prefix, unless chunks lie apart."""
         values: list[bytes | ValueLocation] = []
         beside: list[ValueLocation] = []
         for key in kind.keys:

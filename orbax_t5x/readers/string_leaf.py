@@ -19,10 +19,7 @@ from orbax_t5x.readers.box_sums import BoxSums
 
 
 class StringLeaf(Leaf):
-    """String outside the arrays.
-
-    It is a rank-0 array of dtype object with `bytes` as its element.
-    """
+    """String outside the arrays: rank 0, dtype object, element `bytes`."""
 
     __slots__ = ("_place", "_sums", "_value", "chunks", "dtype", "name", "path", "shape")
 

@@ -47,10 +47,7 @@ _CHECKING_CODECS = ("gzip", "zlib", "crc32c")
 
 
 class TensorStoreLeaf(Leaf):
-    """Zarr array, read in chunks.
-
-    `error` if a chunk takes more memory than the limits allow.
-    """
+    """Zarr array, broken if a chunk takes too much memory."""
 
     __slots__ = (
         "_array",
@@ -131,10 +128,7 @@ class TensorStoreLeaf(Leaf):
         return array.array if isinstance(array, FetchedArray) else array
 
     def _opened(self) -> ts.TensorStore | FetchedArray:
-        """Returns the array, opened at the first call.
-
-        Two threads that both open it do no harm.
-        """
+        """Returns the array, opened at the first call."""
         array = self._array
         if not isinstance(array, (ts.TensorStore, FetchedArray)):
             array = self._array = array()

@@ -23,20 +23,14 @@ def box_text(box: Box) -> str:
 
 
 class Tiling(NamedTuple):
-    """Result of a check: the boxes' fault or None, and extra steps.
-
-    The steps are those beyond a few per box.
-    """
+    """The boxes' fault or None, and the extra steps."""
 
     problem: str | None
     steps: int = 0
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box], max_steps: int) -> Tiling:
-    """Checks that boxes inside an array tile it.
-
-    The work is at most `max_steps`.
-    """
+    """Checks that boxes tile an array, in bounded steps."""
     edges = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
     cells = math.prod(len(marks) - 1 for marks in edges)
     place = [{edge: number for number, edge in enumerate(marks)} for marks in edges]

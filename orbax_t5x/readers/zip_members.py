@@ -99,10 +99,7 @@ class Archive:
         return self.local_start(name)
 
     def extent(self, name: str) -> FileExtent:
-        """Returns a member's bytes with its local header.
-
-        They reach up to the next member.
-        """
+        """Returns the bytes from a member's header to the next."""
         start = self.members[name].header
         return FileExtent(self.file, start, self._stops[start])
 
@@ -120,10 +117,7 @@ class Archive:
         return heads
 
     def near(self, offset: int, size: int, start: int, data: bytes) -> bytes:
-        """Returns bytes of the file, from `data` if they are in it.
-
-        `data` begins at `start`.
-        """
+        """Returns a file's bytes, from `data` at `start` if inside."""
         if start <= offset and offset + size <= start + len(data):
             return data[offset - start : offset - start + size]
         return self._read(offset, size)

@@ -123,10 +123,7 @@ class _HeaderParser:
         return alignment
 
     def _placed(self, tensors: list[TensorEntry], alignment: int) -> list[TensorEntry]:
-        """Returns the tensors with offsets from the file's beginning.
-
-        They were from the beginning of the data.
-        """
+        """Returns the tensors with offsets from the file's beginning."""
         begin = -(-self._reader.position // alignment) * alignment
         for tensor in tensors:
             if tensor.start % alignment:
@@ -157,10 +154,7 @@ class _HeaderParser:
         return struct.unpack(form, self._reader.take(struct.calcsize(form)))[0]
 
     def _count(self, what: str, count: int, least_bytes: int) -> int:
-        """Returns a count of entries, proven to fit.
-
-        Each has so many bytes at least; file and limits bound the count.
-        """
+        """Returns a count of entries, proven to fit."""
         if count * least_bytes > self._reader.left:
             raise self._reader.corrupt(f"{count} {what} in the {self._reader.left} bytes that are left")
         if count > self._limits.entries:

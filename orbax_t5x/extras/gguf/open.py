@@ -65,10 +65,7 @@ def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
 
 
 class _GgufFiles(ModelFiles):
-    """GGUF files of a model.
-
-    Its metadata are the first file's.
-    """
+    """GGUF files of a model; metadata are the first file's."""
 
     format = "gguf"
     suffix = SUFFIX
@@ -101,10 +98,7 @@ def _files_in(files: Files) -> list[str]:
 
 
 def _tensor_leaves(header: GgufHeader, file: StoredFile, limits: Limits) -> dict[str, Leaf]:
-    """Makes the leaves of a file.
-
-    A leaf that overlaps an earlier leaf, or cannot be read, is broken.
-    """
+    """Makes a file's leaves, broken if they overlap."""
     leaves: dict[str, Leaf] = {}
     position = 0
     for tensor in sorted(header.tensors, key=lambda tensor: tensor.start):

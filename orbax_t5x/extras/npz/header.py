@@ -50,10 +50,7 @@ class ArrayHeader(NamedTuple):
 
 
 def header_bytes(first: bytes) -> int:
-    """Returns a header's size from its member's first bytes.
-
-    They are the first `LONGEST_FIXED_BYTES`.
-    """
+    """Returns a header's size from its first `LONGEST_FIXED_BYTES`."""
     if len(first) < LONGEST_FIXED_BYTES or not first.startswith(MAGIC) or first[len(MAGIC)] not in (1, 2, 3):
         raise CorruptCheckpointError(f"it begins with {first[:10]!r}, not as an array of NumPy does")
     width = 2 if first[len(MAGIC)] == 1 else 4

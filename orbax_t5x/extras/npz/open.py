@@ -56,10 +56,7 @@ def open_npz(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
 
 
 def _leaf_of_member(name: str, archive: Archive, member: str, heads: Mapping[str, bytes], limits: Limits) -> Leaf:
-    """Makes the leaf of a member.
-
-    It is broken if it is no array that is read.
-    """
+    """Makes the leaf of a member, broken if it is unreadable."""
     try:
         return _array_leaf(name, archive, member, heads[member], limits)
     except CheckpointError as error:
@@ -87,10 +84,7 @@ def _array_leaf(name: str, archive: Archive, member: str, head: bytes, limits: L
 
 
 def _array_head(archive: Archive, member: str, head: bytes) -> bytes:
-    """Reads the header of an array.
-
-    `head` are the first bytes of its member, local header included.
-    """
+    """Reads an array's header; `head` begins the member."""
     found = archive.members[member]
     start = archive.local_start(member, head)
 

@@ -17,10 +17,7 @@ _DOING = "asking the hub for its files"
 
 
 class Commit(NamedTuple):
-    """A repository's commit and its files' sizes by name.
-
-    A size may be unknown.
-    """
+    """A commit, and its files' sizes by name, if known."""
 
     revision: str
     sizes: Mapping[str, int | None]

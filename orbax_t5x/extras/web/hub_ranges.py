@@ -104,10 +104,7 @@ class HubRequests:
         raise ValueError(f"UNKNOWN: more than {_MOST_REDIRECTS} redirects")
 
     def _server(self, url: str) -> tuple[WebServer, str, Mapping[str, str]]:
-        """Returns a URL's server, path with query, and headers.
-
-        The headers are for that server alone.
-        """
+        """Returns a URL's server, path with query, and its headers."""
         base = server_of(url)
         if base not in self._servers:
             self._servers[base] = WebServer(base, self._clock)
@@ -132,10 +129,7 @@ class _Redirect(NamedTuple):
 
 
 def _next_url(url: str, location: str | None) -> str:
-    """Returns the URL to which a server sends on.
-
-    It is of the web, and encrypted if the server was.
-    """
+    """Returns the web URL of a redirect, never less encrypted."""
     target = urllib.parse.urljoin(url, location or "")
     parts = urllib.parse.urlsplit(target)
     schemes = (urllib.parse.urlsplit(url).scheme, parts.scheme)

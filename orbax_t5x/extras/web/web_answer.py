@@ -78,10 +78,7 @@ def refusal(status: int) -> None:
 
 
 class ContentRange(NamedTuple):
-    """Range of bytes [start, stop) that a response announces.
-
-    It is of a file of `total` bytes, if the response says so.
-    """
+    """Announced range of bytes, and the file's size or None."""
 
     start: int
     stop: int

@@ -28,10 +28,7 @@ _FRAMING = 8
 
 
 class PassingError(Exception):
-    """Error of a request that may succeed later.
-
-    Of a `silent` server nothing else is known.
-    """
+    """Error of a request that may succeed later."""
 
     def __init__(self, text: str, *, is_silence: bool = False):
         super().__init__(text)
@@ -162,10 +159,7 @@ class WebResponse:
         return None if len(data) > most else data
 
     def fill(self, into: memoryview) -> bool:
-        """Reads the body into memory of its size.
-
-        False if another size is announced: nothing is read then.
-        """
+        """Fills memory with the body; False if sizes differ."""
         if self._received.length_remaining != len(into):
             return False
         done = 0

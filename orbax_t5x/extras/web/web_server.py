@@ -68,10 +68,7 @@ EXCHANGE: ContextVar[Exchange] = ContextVar("orbax_t5x_exchange")
 
 
 class _BoundedConnection(urllib3.connection.HTTPConnection):
-    """Connection with bounded responses and a reachable socket.
-
-    Another thread can shut it down.
-    """
+    """Connection with bounded responses; other threads can shut it down."""
 
     _exchange: Exchange
 
@@ -104,10 +101,7 @@ class _SecurePool(urllib3.HTTPSConnectionPool):
 
 
 class Route(NamedTuple):
-    """Route to a server: maker of pools and prefix of paths.
-
-    The prefix precedes a path in a request.
-    """
+    """Route to a server: maker of pools, prefix of paths."""
 
     make_pool: Callable[[], urllib3.HTTPConnectionPool]
     root: str

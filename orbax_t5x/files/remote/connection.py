@@ -57,10 +57,7 @@ _AHEAD_BYTES = 64 << 20
 
 
 class ReadAheadBudget:
-    """Bound on the bytes requested before they are needed.
-
-    Many threads share it, and it blocks none of them.
-    """
+    """Bound on bytes requested early, by many threads; never blocks."""
 
     def __init__(self, limit: int):
         self._limit = limit

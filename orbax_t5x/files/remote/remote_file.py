@@ -368,10 +368,7 @@ class RemoteFile:
 
 
 class _PieceRequest(NamedTuple):
-    """A request for bytes [start, stop).
-
-    It has the memory that will hold them if that is a single buffer.
-    """
+    """A request for bytes [start, stop), and their memory or None."""
 
     start: int
     stop: int
@@ -394,10 +391,7 @@ def _pieces(ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarra
 
 
 class RemoteReadAhead:
-    """Read-ahead of ranges in order, for a single thread.
-
-    They are requested before they are needed.
-    """
+    """Read-ahead of ranges in order, for a single thread."""
 
     def __init__(self, file: RemoteFile, pieces: Iterator[_PieceRequest], ahead: ReadAheadBudget):
         self._file = file

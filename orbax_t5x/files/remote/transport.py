@@ -149,10 +149,7 @@ class Transport(Protocol):
         ...
 
     def close_idle(self) -> None:
-        """Closes the connections that no request uses.
-
-        Reading opens new connections.
-        """
+        """Closes the connections that no request uses."""
         ...
 
 

@@ -182,10 +182,7 @@ class NumberLeaf(RangeLeaf):
 
 
 class TextLeaf(RangeLeaf):
-    """Rank-0 array of text or bytes.
-
-    Its dtype is object; its element is `bytes`.
-    """
+    """Rank-0 array of text or bytes, with dtype object."""
 
     __slots__ = ("_file", "_size", "_start")
 

@@ -70,10 +70,7 @@ class StoredArray(NamedTuple):
 
 
 class StoredText(NamedTuple):
-    """Text or bytes at `start` of the file.
-
-    `short` holds the value if it is small.
-    """
+    """Text or bytes at `start` of the file, kept if short."""
 
     start: int
     size: int
@@ -81,10 +78,7 @@ class StoredText(NamedTuple):
 
 
 class BrokenNode(NamedTuple):
-    """Invalid leaf and its error.
-
-    The error does not name it: names are joined when they are known to be few.
-    """
+    """Invalid leaf and its error without a name."""
 
     error: CheckpointError
 

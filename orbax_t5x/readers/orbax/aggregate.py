@@ -26,10 +26,7 @@ _EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}
 
 
 class Aggregate:
-    """Opened msgpack file of an item.
-
-    `index_bytes` of it were read.
-    """
+    """Opened msgpack file of an item."""
 
     def __init__(self, root: Files, item: str, limits: Limits):
         """Walks over the file of an item."""

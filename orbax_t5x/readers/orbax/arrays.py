@@ -83,10 +83,7 @@ class ItemArrays:
 
     @functools.cached_property
     def absent_is_fill(self) -> bool:
-        """True if a chunk may be absent.
-
-        Zarr v2 arrays of Orbax have no fill value, so each chunk is stored.
-        """
+        """True if a chunk may be absent; never in zarr v2."""
         return self.metadata.absent_is_fill and self.metadata.use_zarr3
 
     def open(self, nodes: Sequence[NamedNode]) -> Iterator[Leaf]:

@@ -130,10 +130,7 @@ def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = 
 
 
 class _LeafParser:
-    """Parser of a file's entries.
-
-    All comparisons of boxes share a bound on work.
-    """
+    """Parser of a file's entries, with a bound on work."""
 
     def __init__(self, path: str, limits: Limits, complete: bool):
         self._path = path

@@ -47,10 +47,7 @@ def key_leads_out(key: str) -> bool:
 
 
 def array_key(param: str) -> str:
-    """Returns an array's directory or database prefix for a key.
-
-    That of `a/` is that of `a`.
-    """
+    """Returns an array's directory or database prefix, without end slash."""
     return param.removesuffix("/")
 
 
@@ -121,10 +118,7 @@ class ItemMetadata:
 
 
 def read_item_metadata(root: Files, item: str, limits: Limits) -> ItemMetadata:
-    """Reads and checks `_METADATA` of an item.
-
-    Errors name the file, and the leaf where one has a name that has no place here.
-    """
+    """Reads and checks `_METADATA` of an item."""
     name = inside(item, METADATA_FILE)
     path = root.join(name)
     try:

@@ -210,10 +210,7 @@ def _no_items(root: Files, step_metadata: Mapping[str, Any]) -> CheckpointError:
 
 
 def read_step_metadata(root: Files, limits: Limits) -> dict[str, Any]:
-    """Reads `_CHECKPOINT_METADATA`, or returns {}.
-
-    The handlers named there are never imported.
-    """
+    """Reads `_CHECKPOINT_METADATA`, or returns {}; imports no handlers."""
     try:
         data = root.read_whole(STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
     except CheckpointNotFoundError:

@@ -57,10 +57,7 @@ TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 
 
 class Step(NamedTuple):
-    """A finished step: its number and its directory's name.
-
-    The directory is in the root.
-    """
+    """A finished step: its number and its directory's name."""
 
     step: int
     name: str
@@ -128,10 +125,7 @@ def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[st
 
 
 def is_step_directory(directory: str, found: Subdirectories | None = None) -> bool:
-    """Tests if a directory is a step.
-
-    Orbax's marker or the items tell.
-    """
+    """Tests if a directory is a step, by marker or items."""
     if is_file(directory, STEP_METADATA_FILE):
         return True
     if not files_at(directory).can_list:

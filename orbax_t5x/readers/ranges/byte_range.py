@@ -48,10 +48,7 @@ def _staging() -> np.ndarray:
 
 
 class ReadOutcome(NamedTuple):
-    """Result of a read: checksums, bytes wanted and bytes read over.
-
-    The checksums are of byte ranges relative to the array.
-    """
+    """Checksums of a read's ranges, bytes wanted, bytes read over."""
 
     ranges: list[ChecksummedRange]
     wanted: int
@@ -139,10 +136,7 @@ class StoredRange(abc.ABC):
         """Reads byte ranges of it only for their checksums; blocks."""
 
     def as_in_memory(self, box: Box) -> tuple[int, int] | None:
-        """Returns the contiguous byte range of a box, or None.
-
-        None also if the stored bytes differ from those in memory.
-        """
+        """Returns a box's byte range as in memory, or None."""
         return None
 
 
@@ -285,10 +279,7 @@ class ByteRange(StoredRange):
 
 
 class _Batch(NamedTuple):
-    """A read of `size` bytes from byte `start` on.
-
-    It has buffers to fill, and the wanted buffers with their first bytes.
-    """
+    """A read from byte `start`: all buffers, and wanted buffers."""
 
     start: int
     size: int
@@ -310,10 +301,7 @@ def _disjoint(spans: list[_Span]) -> bool:
 
 
 def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
-    """Yields reads of a window each.
-
-    Gaps that are read over fill a scrap buffer.
-    """
+    """Yields reads of a window each; gaps fill scrap buffers."""
     buffers: list[np.ndarray] = []
     wanted: list[tuple[int, np.ndarray]] = []
     first, at = 0, -MAX_GAP_BYTES  # of the batch: its first byte, the byte behind it
@@ -340,10 +328,7 @@ def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
 
 
 def count_reads(shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box], *, is_summed: bool) -> tuple[int, int]:
-    """Counts the reads, and their bytes, of reading boxes together.
-
-    `is_summed` is True where checksums of what is read are computed.
-    """
+    """Counts the reads and bytes of boxes, summed or not."""
     boxes = [box for box in boxes if box_size(box)]
     if not boxes:
         return 0, 0

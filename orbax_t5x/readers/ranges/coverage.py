@@ -166,10 +166,7 @@ def uncovered(ranges: Sequence[ChecksummedRange], size: int) -> list[tuple[int, 
 
 
 class RangeChecksums(Checksums):
-    """Checksums of the byte ranges of a leaf.
-
-    Its checksummed extent is these ranges joined in order.
-    """
+    """Checksums of a leaf's byte ranges, joined in order."""
 
     def __init__(self, leaf: Leaf, stored: Sequence[tuple[StoredRange, int]], kind: Crc = CRC32C):
         self._leaf, self._stored, self.kind = leaf, stored, kind

@@ -23,10 +23,7 @@ _range_checksums = on_demand.function("orbax_t5x.readers.ranges.coverage", "Rang
 
 
 class RangeLeaf(BlockingLeaf):
-    """Base of leaves with blocking reads.
-
-    `read_into` puts them into a thread.
-    """
+    """Base of leaves with blocking reads, made in threads."""
 
     __slots__ = ("dtype", "error", "is_remote", "name", "path", "shape")
 
@@ -57,10 +54,7 @@ class RangeLeaf(BlockingLeaf):
 
 
 class ByteRangeLeaf(RangeLeaf):
-    """Array in a byte range of a file.
-
-    `crc` is the crc32c of the bytes as stored, or None if the format keeps no checksum.
-    """
+    """Array in a byte range of a file, perhaps with crc32c."""
 
     __slots__ = ("crc", "range")
 
@@ -119,10 +113,7 @@ class ByteRangeLeaf(RangeLeaf):
         return wanted
 
     def copy_blocking(self, box: Box, sink: Callable[[int, np.ndarray], None], stats: ReadStats) -> int | None:
-        """Passes a box's bytes to `sink` and returns their crc32c.
-
-        It blocks.
-        """
+        """Passes a box's bytes to `sink`, returns their crc32c; blocks."""
         self.raise_error()
         found = self.range.as_in_memory(box)
         if found is None or not isinstance(self.range, ByteRange) or self.range.kind is not CRC32C:
@@ -136,10 +127,7 @@ class ByteRangeLeaf(RangeLeaf):
 
 
 def read_unchanged(range: ReadableRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
-    """Reads a file that has not changed since it was opened.
-
-    It blocks.
-    """
+    """Reads a file, proven unchanged since its opening; blocks."""
     try:
         outcome = range.read(requests, checksum=checksum, leaf=leaf)
     except CorruptCheckpointError:

@@ -84,10 +84,7 @@ class _ScatterTarget(NamedTuple):
 
 
 class Scatter:
-    """Copier from windows of an array to buffers of boxes.
-
-    Several threads may use it at once.
-    """
+    """Thread-safe copier from windows of an array to buffers."""
 
     def __init__(self, shape: tuple[int, ...], depth: int, requests: Sequence[Request], elements: Elements):
         self._elements = elements

@@ -33,10 +33,7 @@ class StoredSlice(NamedTuple):
 
 
 class SlicedLeaf(RangeLeaf):
-    """Array in slices that tile it.
-
-    The caller has proven that they do.
-    """
+    """Array in slices, proven to tile it."""
 
     __slots__ = ("_bases", "_slices")
 

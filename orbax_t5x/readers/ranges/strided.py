@@ -29,10 +29,7 @@ def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def has_overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tests if strides make different indices share elements.
-
-    A stride of 0 repeats and does not count.
-    """
+    """Tests if indices share elements, repeats by stride 0 aside."""
     reached = 0
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride:
@@ -111,10 +108,7 @@ class StridedRange:
         return ReadOutcome(ranges, sizes[0], sizes[1])
 
     def _by_outer_index(self, requests: Sequence[Request]) -> Iterator[tuple[tuple[int, ...], list[Request]]]:
-        """Yields each wanted outer index with its requests.
-
-        The requests are to its row-major array.
-        """
+        """Yields each wanted outer index with requests below it."""
         if not requests:
             return
         sides = [[request.box[axis] for request in requests] for axis in self._outer]

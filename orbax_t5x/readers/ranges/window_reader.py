@@ -20,10 +20,7 @@ _LARGEST_WINDOW_BYTES = 1 << 18
 
 
 class WindowReader:
-    """Reader of short byte strings in file order.
-
-    It reads up to `stop`, by default the end of the file.
-    """
+    """Reader of short byte strings in order, up to `stop`."""
 
     def __init__(self, file: StoredFile):
         self._file = file

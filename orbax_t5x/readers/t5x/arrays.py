@@ -43,17 +43,11 @@ _LAST_UINT16_VERSION = 2
 
 
 class SharedDirectoryError(CorruptCheckpointError):
-    """Error of two leaves in one directory.
-
-    It is unknown to which of them the stored array belongs.
-    """
+    """Error of two leaves in one directory."""
 
 
 class ZarrArrays:
-    """The arrays of a checkpoint.
-
-    `index_bytes` of their metadata were read.
-    """
+    """The arrays of a checkpoint."""
 
     def __init__(self, root: Files, file: str, version: int, limits: Limits):
         """Holds the settings of a checkpoint."""

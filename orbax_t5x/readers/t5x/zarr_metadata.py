@@ -93,10 +93,7 @@ class ZarrMetadata:
 
     @functools.cached_property
     def kind(self) -> Hashable | None:
-        """Key of arrays that differ only in sizes.
-
-        TensorStore accepts all of them or rejects all.
-        """
+        """Key of arrays that TensorStore accepts or rejects alike."""
         if max((*self.shape, *self.chunks), default=0) >= _UNCOUNTED:
             return None
         codec = tuple((self.compressor or {}).items())

@@ -55,10 +55,7 @@ _FIRST_REFERENCE_TYPE = 101
 
 
 def dtype_of(number: int, *, path: str, leaf: str) -> np.dtype:
-    """Returns the NumPy dtype, object for strings.
-
-    A dtype that JAX lacks is an UnsupportedCheckpointError.
-    """
+    """Returns the NumPy dtype, object for strings."""
     if number == STRING:
         return _OBJECT
     dtype = _DTYPES.get(number)

@@ -83,10 +83,7 @@ def is_table(file: StoredFile) -> bool:
 
 
 class Table:
-    """An opened table with its footer and index block.
-
-    The data blocks are read as they are iterated.
-    """
+    """Open table that reads its blocks as they are iterated."""
 
     def __init__(self, file: StoredFile, limits: Limits):
         self._file = file

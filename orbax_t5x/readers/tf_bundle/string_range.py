@@ -99,10 +99,7 @@ class StringRange(StoredRange):
 
 
 def _lengths(data: np.ndarray, count: int) -> tuple[np.ndarray | None, int]:
-    """Reads `count` varints and the next position, or None.
-
-    None: the bytes are no such varints.
-    """
+    """Reads `count` varints and the next position, or None."""
     if not count:
         return np.zeros(0, np.int64), 0
     if count > data.size:
