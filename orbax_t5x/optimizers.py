@@ -185,7 +185,6 @@ def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransforma
 
 
 def _chain(transformations: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
-    """Chains gradient transformations."""
     return optax.chain(*transformations)
 
 

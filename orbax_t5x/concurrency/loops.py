@@ -187,7 +187,6 @@ class _EventLoop(asyncio.SelectorEventLoop):
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Makes an event loop."""
     try:
         return _EventLoop()
     except OSError as error:

@@ -113,7 +113,6 @@ class LazyArray(abc.ABC):
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name})"
 
     def _as_declared(self, value: Any) -> Any:
-        """Returns the value in the declared dtype."""
         if not hasattr(value, "dtype"):
             value = np.asarray(value)
         return value if value.dtype == self._dtype else value.astype(self._dtype)
@@ -258,7 +257,6 @@ class _Bfloat16Bits:
 
 
 def _spec_shape_dtype(ts_spec: Any, default_dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns the shape and dtype in metadata or the spec."""
     json: Mapping[str, Any] = ts_spec if is_mapping(ts_spec) else ts_spec.to_json()
     metadata: Mapping[str, Any] = json.get("metadata") or {}
     shape = metadata.get("shape", metadata.get("dimensions"))

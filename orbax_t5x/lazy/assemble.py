@@ -146,7 +146,6 @@ def _with_start(index_map: IndexMap, axis: int, start: int) -> tuple[int, ...]:
 
 
 def _whole_dimension(index_map: IndexMap, axis: int, position: int) -> IndexMap:
-    """Returns the index map with a dimension left whole."""
     maps = (*index_map.maps[:position], (axis, 1), *index_map.maps[position + 1 :])
     return index_map._replace(start=_with_start(index_map, axis, 0), maps=maps)
 

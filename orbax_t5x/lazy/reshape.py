@@ -179,7 +179,6 @@ def _intervals(piece: tuple[FlatRun, ...]) -> Box:
 
 
 def _covered(piece: tuple[FlatRun, ...]) -> Box:
-    """Returns the box of the result that runs cover."""
     return tuple(itertools.chain.from_iterable([run.box for run in piece]))
 
 

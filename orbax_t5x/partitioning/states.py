@@ -184,7 +184,6 @@ class _Splitting:
         self._like = like
 
     def specs(self, leaves: Sequence[_ShardableLeaf]) -> list[PartitionSpec]:
-        """Returns the spec of each leaf."""
         decided = [self._decided(leaf, None) if leaf.is_parameter else None for leaf in leaves]
         named = {leaf.name: found for leaf, found in zip(leaves, decided, strict=True) if found is not None}
         by_name = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves}

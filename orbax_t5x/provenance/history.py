@@ -144,7 +144,6 @@ def _is_opaque(segment: Segment) -> bool:
 
 
 def _readings(lineage: Lineage) -> list[HistoryReading]:
-    """Lists the ways to read a lineage."""
     readings, is_sure = [HistoryReading((), is_sure=True)], True
     for entry in lineage:
         if is_unrecorded(entry):

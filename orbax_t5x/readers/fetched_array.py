@@ -279,7 +279,6 @@ class FetchedArray:
                 del self._memory[key]
 
     def _read_inside(self, index: tuple[int, ...], sharding: Sharding, most: int, context: ReadContext) -> bytes | None:
-        """Reads a chunk inside a shard."""
         sides = [shard // chunk for shard, chunk in zip(self.layout.shard, self.layout.chunk, strict=True)]
         shard, number = [], 0
         for at, side in zip(index, sides, strict=True):

@@ -333,7 +333,6 @@ class _BoxChecksums(Checksums):
 
 
 async def _names_of(array: ts.TensorStore) -> list[str]:
-    """Lists the names stored with an array."""
     assert array.kvstore is not None
     return [name.decode("utf-8", "replace") for name in await array.kvstore.list()]
 

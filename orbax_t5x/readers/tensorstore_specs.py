@@ -48,7 +48,6 @@ def array_spec(
 
 
 def _below(directory: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the spec of a name below a directory."""
     path = directory["path"]
     slash = "" if not path or path.endswith("/") else "/"
     return {**directory, "path": f"{path}{slash}{name}"}

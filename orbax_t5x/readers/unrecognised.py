@@ -209,7 +209,6 @@ def _existing(directory: str) -> str:
 
 
 def _close_names(directory: str, name: str) -> list[str]:
-    """Finds names in a directory close to a missing name."""
     names = {entry.removesuffix(".index") for entry in probe_path(directory).names if not _SHARD.fullmatch(entry)}
     return difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE)
 

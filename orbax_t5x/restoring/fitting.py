@@ -278,7 +278,6 @@ def _is_weakly_convertible(source: np.dtype, target: np.dtype) -> bool:
 
 
 def _described_source(name: str, view: View) -> str:
-    """Names the sources of a view in brackets."""
     names = list(dict.fromkeys(leaf.name for leaf in view.leaves()))
     if names == [name]:
         return ""

@@ -127,7 +127,6 @@ def _opened(source: Source, options: RestoreOptions, stack: contextlib.ExitStack
 
 
 def _own_chain(sources: Mapping[str, Source], checkpoints: Mapping[str, Checkpoint]) -> tuple[Callable[..., Any], ...]:
-    """Returns the sources' own transforms."""
     chain: list[Callable[..., Any]] = []
     for name, source in sources.items():
         steps = chain_of(source.transforms)

@@ -119,7 +119,6 @@ class _Flattening:
         self._inference_states: list[str] = []
 
     def flatten(self, target: Any) -> Target:
-        """Flattens a target."""
         rebuild = self._add_node("", target)
         return Target(
             self._leaves,

@@ -10,7 +10,6 @@ import numpy as np
 
 
 def _is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
-    """Returns True if a value is a tuple."""
     return isinstance(value, tuple)
 
 

@@ -202,7 +202,6 @@ def _convert(
     writing: WriteOptions,
     cleanup: Cleanup,
 ) -> ConvertReport:
-    """Converts."""
     started = time.monotonic()
     agreement = Agreement(options.multiprocessing_options, destination, "conversion", sends_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
@@ -299,7 +298,6 @@ def _plan(
     caller: Caller,
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
-    """Plans a restore of everything in the source."""
     announce_exit()
     sources = open_sources(source, options, stack)
     if on_unsupported == "skip":

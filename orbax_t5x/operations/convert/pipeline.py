@@ -108,7 +108,6 @@ class BlockPipeline:
 
 
 def _bytes_in_flight(blocks: Sequence[PlannedBlock]) -> int:
-    """Returns the bytes of blocks that may be in flight."""
     largest_array = max(block.array.view.nbytes for block in blocks)
     largest_block = max(block.nbytes for block in blocks)
     return max(min(largest_array, _MOST_LARGE_BLOCKS * largest_block), _LEAST_IN_FLIGHT)

@@ -180,7 +180,6 @@ def _repeated(view: View) -> tuple[int, ...]:
 
 
 def _block_shapes(pair: LeafPair, itemsize: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yields shapes of blocks."""
     shape = pair.shape
     axes = range(len(shape))
     units = [unit for unit in (stored_chunk(pair.a), stored_chunk(pair.b)) if unit is not None]

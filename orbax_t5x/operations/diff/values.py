@@ -181,7 +181,6 @@ class _Numbers:
             return values.astype(self._dtype)
 
     def apart(self, stretch: _Stretch, tolerance: Tolerance) -> ValueDifference:
-        """Computes the differences."""
         a, b = self._a, self._b
         equal = a == b
         one_nan = np.zeros(a.shape, bool)

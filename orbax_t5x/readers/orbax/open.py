@@ -129,7 +129,6 @@ def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpo
 
 
 def _open_step(root: Files, limits: Limits, item: str | None) -> Checkpoint:
-    """Opens the items of a step, or a single item."""
     opened = _OrbaxOpening(root, limits)
     if item is not None and root.is_remote and is_name(item) and is_item(root.join(item)):
         return opened.checkpoint({item: ""}, step=step_of_name(os.path.basename(root.path)), items=[item])

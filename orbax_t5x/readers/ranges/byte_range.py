@@ -342,7 +342,6 @@ def count_reads(shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box], *
 
 
 def _are_byte_ranges(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> bool:
-    """Tests if boxes are byte ranges that share no byte."""
     strides = byte_strides(shape, itemsize)
     spans: list[tuple[int, int]] = []
     for box in boxes:

@@ -195,7 +195,6 @@ def moved(one: ChecksummedRange, offset: int) -> ChecksummedRange:
 
 
 def _verify_range(range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str, kind: Crc) -> bool:
-    """Tests if ranges verify a range."""
     found = cover(read, range.nbytes, kind)
     if found.conflict is not None:
         low, high = found.conflict

@@ -203,7 +203,6 @@ class Table:
         return bytes(block)
 
     def _entries(self, handle: _Handle, block: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yields the entries of a block, as stored."""
         where = f"the block at {handle.offset}"
         if len(block) < 4:
             raise self._corrupt(f"{where} has no restart points")

@@ -315,7 +315,6 @@ def decide_reads(
 
 
 def _own_reads(cluster: Sequence[EntryNeeds]) -> ReadCounts:
-    """Counts the processes' own reads."""
     by_process: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
     for number, one in enumerate(cluster):
         for index, needers in enumerate(one.needers):

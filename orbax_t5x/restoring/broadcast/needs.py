@@ -112,7 +112,6 @@ def _mounts() -> Iterable[str]:
 
 
 def _file_system_type(path: str, mounts: Iterable[str]) -> str:
-    """Returns the file system type of a path, or ""."""
     found, longest = "", -1
     for line in mounts:
         before, _, after = line.partition(" - ")
@@ -204,7 +203,6 @@ def needs_of_shardings(entries: Sequence[PlanEntry], members: Sequence[int]) -> 
 
 
 def _boxes_by_process(entry: PlanEntry, members: Sequence[int]) -> list[list[Box]]:
-    """Returns the boxes of each process."""
     if entry.leaf is None or entry.leaf.sharding is None:
         return [list(entry.boxes())] * len(members)
     untyped: Any = entry.leaf.sharding

@@ -281,7 +281,6 @@ class _ReceivedEntry:
         return self._buffers
 
     def take(self, whole: Box, box: Box, values: np.ndarray) -> None:
-        """Takes the elements of a box."""
         index = self._entry.boxes().index(whole)
         self.buffers()[index][slices_within(box, whole)] = values
         self.elements_left -= values.size
@@ -313,7 +312,6 @@ def _new_chunks(schedule: Schedule, process: int) -> dict[int, list[int]]:
 
 
 def _last_rounds(schedule: Schedule, process: int) -> dict[int, int]:
-    """Returns the last round of each chunk."""
     return {message.chunk: number for number, message in _sent_by(schedule, process)}
 
 

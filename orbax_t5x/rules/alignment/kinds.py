@@ -415,7 +415,6 @@ class _Stack:
     rest: Path | None = None
 
     def layers(self, leaf: NamedLeaf) -> list[NamedLeaf]:
-        """Returns the layers of a leaf."""
         at = len(self.before)
         if self.rest is not None and leaf.path[: len(self.rest)] == self.rest:
             at = len(self.rest)

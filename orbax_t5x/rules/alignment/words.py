@@ -138,7 +138,6 @@ def words_of(part: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _single_words(part: str) -> tuple[str, ...]:
-    """Returns the words of a part."""
     found: list[str] = []
     for word in words_of(part):
         if found and found[-1] in _BESIDE:

@@ -172,7 +172,6 @@ def _in_place(moves: Sequence[Move], names: Collection[str], *, is_first: bool) 
 def _block_steps(
     blocks: Mapping[tuple[int, bool, int, str], Sequence[_Layers]], *, stacks: bool
 ) -> Iterator[Transform]:
-    """Yields the transforms between layers and blocks of layers."""
     for (axis, is_stack, step, before), found in blocks.items():
         afters = f"({_alternatives({one.after for one in found})})"
         if is_stack and stacks:
@@ -210,7 +209,6 @@ def _rest(towers: Mapping[str, Sequence[_Layers]], others: Collection[str]) -> s
 
 
 def _pattern(names: Sequence[str], every: Collection[str]) -> str:
-    """Returns a pattern of these of all names."""
     others = set(every).difference(names)
     for depth in (1, 2, 3):
         ends = {"".join(re.split(r"([/.])", name)[-2 * depth :]) for name in names}

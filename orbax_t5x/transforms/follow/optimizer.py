@@ -242,7 +242,6 @@ class _Places:
     def tree(
         self, place: _PlaceOfSlots, old: SlotTree, kinds: Sequence[str], others: Iterable[_Position]
     ) -> tuple[SlotTree, Sequence[str]]:
-        """Returns the tree and the kinds of new slots."""
         position = old.path, old.form
         if place.names is self._target and not self._target_kinds[position].issuperset(kinds):
             if old.kind_first and all(kind.isdecimal() for kind in kinds):
