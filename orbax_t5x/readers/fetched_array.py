@@ -27,9 +27,8 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange, ReadContext, RequestGroup
 from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.leaf import Request
-from orbax_t5x.readers.chunk_grid import ArrayLayout, requests_by_chunk
+from orbax_t5x.readers.chunk_grid import ArrayLayout, ChunkKeys, requests_by_chunk
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
-from orbax_t5x.readers.stored_chunks import ChunkKeys
 from orbax_t5x.readers.tensorstore_specs import array_spec
 
 _NUMBERS = itertools.count()

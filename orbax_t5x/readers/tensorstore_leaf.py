@@ -29,9 +29,8 @@ from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare_box_sums, row_boxes, sums_of
-from orbax_t5x.readers.chunk_grid import ArrayLayout, count_chunks, requests_by_chunk
+from orbax_t5x.readers.chunk_grid import ArrayLayout, ChunkKeys, StoredChunks, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray
-from orbax_t5x.readers.stored_chunks import ChunkKeys, StoredChunks
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
 from orbax_t5x.readers.tiling import box_text
