@@ -167,9 +167,8 @@ class Adafactor(OptimizerDef):
     def set_param_axes(self, param_logical_axes: Any) -> None:
         """Makes the factor map from the parameters' logical axes.
 
-        It does nothing without `logical_factor_rules`.
-
-        It changes this definition, as T5X's does: call it before `create`.
+        It does nothing without `logical_factor_rules`. It changes this definition, as T5X's does: call it before
+        `create`.
 
         Args:
           param_logical_axes: a tree like the parameters whose leaves are `PartitionSpec`s of axis names.

@@ -84,9 +84,7 @@ _SHOWN_NAMES = 10
 def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, View]:
     """Opens the variables of a TensorFlow V2 checkpoint, by name.
 
-    Only its index is read.
-
-    Files stay open for as long as one of the arrays is there.
+    Only its index is read. Files stay open for as long as one of the arrays is there.
 
     Args:
       path: the prefix (`…/model.ckpt-1000000`), its `.index` file, or the directory whose `checkpoint` file names it.
@@ -106,10 +104,9 @@ def restore_from_t5_checkpoint(
 ) -> dict[str, Any]:
     """Fills a T5X state dict from a Mesh TensorFlow checkpoint.
 
-    The dtypes are the checkpoint's.
-
-    Relative biases are shared or per layer as the state names them, and Adafactor's placeholders are added where the
-    state has them. A state without Adafactor's slots (an `InferenceState`'s) leaves those of the file unread.
+    The dtypes are the checkpoint's. Relative biases are shared or per layer as the state names them, and Adafactor's
+    placeholders are added where the state has them. A state without Adafactor's slots (an `InferenceState`'s) leaves
+    those of the file unread.
 
     Args:
       state_dict: what a T5X train state's `state_dict()` gives; leaves have shapes, their values are not used. None, or
@@ -249,9 +246,8 @@ def _names_text(names: Sequence[str]) -> str:
 def _read(views: Mapping[str, View | None]) -> dict[str, Any]:
     """Reads all arrays together, each stored byte once.
 
-    Rank 0 gives NumPy scalars, as TensorFlow's reader gives the step.
-
-    Not by executing the plan, which waits for the other processes of a job: T5X's function does not.
+    Rank 0 gives NumPy scalars, as TensorFlow's reader gives the step. Not by executing the plan, which waits for the
+    other processes of a job: T5X's function does not.
     """
     wanted = {name: view for name, view in views.items() if view is not None}
     buffers = {name: view.allocate() for name, view in wanted.items()}

@@ -193,10 +193,8 @@ class LeafMismatchError(CheckpointError, ValueError):
 class RestorePlanError(CheckpointError, ValueError):
     """All disagreements between a checkpoint, its transforms and a target.
 
-    They are in `problems`.
-
-    The text has problems that are alike as one entry and stays under 60 lines. The first line is the first problem, the
-    last counts all and names the checkpoint.
+    They are in `problems`. The text has problems that are alike as one entry and stays under 60 lines. The first line
+    is the first problem, the last counts all and names the checkpoint.
 
     Attributes:
       problems: all of them.

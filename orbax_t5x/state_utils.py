@@ -131,12 +131,11 @@ def apply_assignment_map(
 ) -> Mapping[str, Any]:
     """Renames a state dict's leaves by rules.
 
-    The rules are on the names of the state to restore.
-
-    For every name of `optimizer_state` the first rule that matches it fully decides: with None the name is left
-    out, otherwise the expanded replacement is the name of the checkpoint leaf that it gets. Used names go away,
-    others stay, as in T5X: with `[("a", "b")]` alone, a checkpoint that has both names keeps its own `a`, which no rule
-    takes, and a warning says so. `("b", "a")` beside it swaps the two. In a restore the rule wins.
+    The rules are on the names of the state to restore. For every name of `optimizer_state` the first rule that matches
+    it fully decides: with None the name is left out, otherwise the expanded replacement is the name of the checkpoint
+    leaf that it gets. Used names go away, others stay, as in T5X: with `[("a", "b")]` alone, a checkpoint that has both
+    names keeps its own `a`, which no rule takes, and a warning says so. `("b", "a")` beside it swaps the two. In a
+    restore the rule wins.
 
     Args:
       ckpt_optimizer_state: nested; of the checkpoint.

@@ -272,9 +272,7 @@ class InferenceState(flax.struct.PyTreeNode):
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
         """Returns this state with a state dict's values.
 
-        Optimizer states in it are ignored.
-
-        The parameters are a `FrozenDict` then, as in T5X, whatever they were.
+        Optimizer states in it are ignored. The parameters are a `FrozenDict` then, as in T5X, whatever they were.
 
         Raises:
           ValueError: entries are missing.

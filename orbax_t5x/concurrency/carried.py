@@ -76,9 +76,7 @@ async def run_in_pool(
 ) -> _Result:
     """Awaits a blocking call in a pool; its exception is carried.
 
-    Without a pool, the event loop's own is used.
-
-    Cancelling does not stop a call that has begun.
+    Without a pool, the event loop's own is used. Cancelling does not stop a call that has begun.
     """
     loop = asyncio.get_running_loop()
     result, error = await loop.run_in_executor(pool, functools.partial(_outcome, function, *arguments, **keywords))

@@ -35,9 +35,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def guarded(function: _Function) -> _Function:
     """Decorates a public call, so that its errors are typed.
 
-    They name the path that the first argument, or the argument after `self`, is or has.
-
-    An argument with a method `place_of_errors` says itself which path and leaf it is about.
+    They name the path that the first argument, or the argument after `self`, is or has. An argument with a method
+    `place_of_errors` says itself which path and leaf it is about.
     """
     if inspect.iscoroutinefunction(function):
 

@@ -116,10 +116,8 @@ class CallerThread:
 class CallThread:
     """Daemon thread that makes blocking calls in order.
 
-    Memory that they allocate comes from a single arena.
-
-    A daemon, unlike the threads of an executor: the exit of Python does not wait for a call that never returns. It
-    ends after `close`, and when nothing refers to this object any more.
+    Memory that they allocate comes from a single arena. A daemon, unlike the threads of an executor: the exit of Python
+    does not wait for a call that never returns. It ends after `close`, and when nothing refers to this object any more.
     """
 
     def __init__(self, name: str):

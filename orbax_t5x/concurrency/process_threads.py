@@ -31,10 +31,8 @@ _FUNCTION_THREADS = 16
 class _ProcessThreads:
     """Threads of the process, made on first use.
 
-    They live as long as the process; a forked child makes its own.
-
-    Without a lock, which a fork or an interrupt could leave locked: of two threads or pools that are made at once, one
-    ends when its user has finished.
+    They live as long as the process; a forked child makes its own. Without a lock, which a fork or an interrupt could
+    leave locked: of two threads or pools that are made at once, one ends when its user has finished.
     """
 
     def __init__(self) -> None:
@@ -97,11 +95,9 @@ def run_on_read_thread(coroutine: Coroutine[Any, Any, None]) -> None:
 def run_jobs(jobs: Iterable[Callable[[], _Result]]) -> list[_Result]:
     """Runs blocking jobs and returns their results in any order.
 
-    Each job is made when it begins.
-
-    The first error stops the rest, and is raised once no job is running any more. The calling thread takes jobs, too,
-    and waits only for those that a helper thread has begun, so that calls from within a helper thread cannot starve
-    each other.
+    Each job is made when it begins. The first error stops the rest, and is raised once no job is running any more. The
+    calling thread takes jobs, too, and waits only for those that a helper thread has begun, so that calls from within a
+    helper thread cannot starve each other.
     """
     jobs = iter(jobs)
     first = list(itertools.islice(jobs, 2))

@@ -1,12 +1,10 @@
 """Checksums of a whole from the checksums of its parts.
 
-For the two polynomials that checkpoints use.
-
-A checkpoint keeps one checksum per tensor, but a sharded read sees pieces of it, in several processes. A crc is linear:
-appending n bytes maps the checksum by a fixed 32 x 32 bit matrix, so the checksum of a whole is the xor of its parts'
-checksums, each moved by as many bytes as follow it. The matrices for powers of two bytes are kept as byte-indexed
-tables: moving one checksum costs a few look-ups, moving a hundred thousand a few NumPy operations. Nothing here reads
-files.
+For the two polynomials that checkpoints use. A checkpoint keeps one checksum per tensor, but a sharded read sees pieces
+of it, in several processes. A crc is linear: appending n bytes maps the checksum by a fixed 32 x 32 bit matrix, so the
+checksum of a whole is the xor of its parts' checksums, each moved by as many bytes as follow it. The matrices for
+powers of two bytes are kept as byte-indexed tables: moving one checksum costs a few look-ups, moving a hundred thousand
+a few NumPy operations. Nothing here reads files.
 """
 
 from __future__ import annotations
@@ -65,9 +63,8 @@ class Crc:
     def combine_spread(self, crcs: np.ndarray, stride: int) -> int:
         """Combines the checksums of equally spaced equal ranges.
 
-        They begin every `stride` bytes. The result is their contribution to the checksum that ends with the last.
-
-        The checksum of a whole is the xor of what its ranges add: those of other ranges between them may come from
+        They begin every `stride` bytes. The result is their contribution to the checksum that ends with the last. The
+        checksum of a whole is the xor of what its ranges add: those of other ranges between them may come from
         elsewhere.
         """
         if len(crcs) <= _FEW_PARTS:

@@ -11,10 +11,8 @@ from typing import Self
 class Descriptor:
     """Open file descriptor.
 
-    It is closed by `close` or when nothing refers to it any more.
-
-    Opening and closing are one call of the interpreter each, so that an exception of a signal handler finds the
-    descriptor open and kept here, or not open.
+    It is closed by `close` or when nothing refers to it any more. Opening and closing are one call of the interpreter
+    each, so that an exception of a signal handler finds the descriptor open and kept here, or not open.
     """
 
     __slots__ = ("_numbers",)

@@ -43,10 +43,8 @@ def check_limits(limits: object) -> None:
 class Limits:
     """Bounds on the claims of a file's headers.
 
-    A claim beyond its bound is a `LimitExceededError`, before anything is allocated.
-
-    All are positive numbers: a bound of zero or less is a ValueError, because nothing could be opened under it, and
-    what is no number is a TypeError.
+    A claim beyond its bound is a `LimitExceededError`, before anything is allocated. All are positive numbers: a bound
+    of zero or less is a ValueError, because nothing could be opened under it, and what is no number is a TypeError.
 
     Attributes:
       index_bytes: the largest index, header or list of leaves that is read whole.

@@ -1,12 +1,10 @@
 """Untrusted names become files inside a root, or an error.
 
-This is the only code that joins them to a path.
-
-The path that the caller gives is trusted and resolved once; it becomes a `Root`. Below it every component is opened
-relative to the directory before it and never followed by the kernel: symlinks are read and walked here, so that no
-link, `..` or race leads out. One exception has a name: a snapshot of the Hugging Face hub cache links to `blobs/<hex>`
-of the same `models--…` directory. Files are opened without blocking and must be regular: a FIFO, a socket or a device
-is refused before a byte is read.
+This is the only code that joins them to a path. The path that the caller gives is trusted and resolved once; it becomes
+a `Root`. Below it every component is opened relative to the directory before it and never followed by the kernel:
+symlinks are read and walked here, so that no link, `..` or race leads out. One exception has a name: a snapshot of the
+Hugging Face hub cache links to `blobs/<hex>` of the same `models--…` directory. Files are opened without blocking and
+must be regular: a FIFO, a socket or a device is refused before a byte is read.
 """
 
 from __future__ import annotations

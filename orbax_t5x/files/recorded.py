@@ -1,9 +1,8 @@
 """Files and requests with answers shared between a job's processes.
 
-They are recorded for the other processes, or were given on the process that recorded them.
-
-Of a received answer inodes and modification times may be of another disk: such files are compared by their sizes, until
-this process has seen them itself.
+They are recorded for the other processes, or were given on the process that recorded them. Of a received answer inodes
+and modification times may be of another disk: such files are compared by their sizes, until this process has seen them
+itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Table of the schemes of URLs.
 
-It tells how URLs are read, and who answers requests to their servers.
-
-Only the caller's own URL ever comes here; no file decides where a request goes.
+It tells how URLs are read, and who answers requests to their servers. Only the caller's own URL ever comes here; no
+file decides where a request goes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Strict JSON from a checkpoint.
 
-It is one object, UTF-8, no key twice, no `NaN`; anything else is an error that names the file.
-
-Python's own parser accepts more (a repeated key silently wins), and what it lets through would decide where bytes are
-read from. Its nesting is bounded by the interpreter's recursion limit, which becomes a typed error here.
+It is one object, UTF-8, no key twice, no `NaN`; anything else is an error that names the file. Python's own parser
+accepts more (a repeated key silently wins), and what it lets through would decide where bytes are read from. Its
+nesting is bounded by the interpreter's recursion limit, which becomes a typed error here.
 """
 
 from __future__ import annotations

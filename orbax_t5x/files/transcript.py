@@ -1,10 +1,9 @@
 """Transcript of an opening: the store's answers.
 
-Other processes open the same checkpoint from it.
-
-One process of a job opens a checkpoint and records the answers; the others run the same readers over these answers and
-send no request of their own. So every check of a reader holds on each process, limits included, and every format is
-covered. Answers are plain data. What a transcript lacks is asked of the store.
+Other processes open the same checkpoint from it. One process of a job opens a checkpoint and records the answers; the
+others run the same readers over these answers and send no request of their own. So every check of a reader holds on
+each process, limits included, and every format is covered. Answers are plain data. What a transcript lacks is asked of
+the store.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Proves that a directory tree holds only plain files.
 
-Afterwards a library reads it that would follow links and wait on FIFOs.
-
-TensorStore opens any file of a name: through a symlink to anywhere, and a FIFO until somebody writes. So the
-names below a checkpoint are checked first. One listing per directory; nothing is opened.
+Afterwards a library reads it that would follow links and wait on FIFOs. TensorStore opens any file of a name: through a
+symlink to anywhere, and a FIFO until somebody writes. So the names below a checkpoint are checked first. One listing
+per directory; nothing is opened.
 """
 
 from __future__ import annotations
@@ -69,11 +68,10 @@ def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str,
 class TreeSnapshot(Snapshot):
     """Record of plain files, to recognise them before reading.
 
-    They are under some names of a checkpoint.
-
-    A library that opens files by itself keeps none of them open for us, so each execution stats them once: the
-    same names, and for each the same size, modification time and inode. What changes after that stat, while the library
-    reads, is not noticed here. Kept is one digest, however many files there are.
+    They are under some names of a checkpoint. A library that opens files by itself keeps none of them open for us, so
+    each execution stats them once: the same names, and for each the same size, modification time and inode. What
+    changes after that stat, while the library reads, is not noticed here. Kept is one digest, however many files there
+    are.
     """
 
     def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):

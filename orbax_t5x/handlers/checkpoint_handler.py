@@ -43,11 +43,9 @@ _GB = 10**9  # Orbax's
 class TrainStateHandler(ocp.AsyncCheckpointHandler):
     """Handler that saves plain Orbax and restores any format.
 
-    It saves a train state, or any pytree.
-
-    Use it as any handler: `ocp.CheckpointManager(root, item_handlers=handler)`, `ocp.Checkpointer(handler)`, or in a
-    handler registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. A save records what this handler's
-    restores applied to the state, or what the newest step of the root records.
+    It saves a train state, or any pytree. Use it as any handler: `ocp.CheckpointManager(root, item_handlers=handler)`,
+    `ocp.Checkpointer(handler)`, or in a handler registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`.
+    A save records what this handler's restores applied to the state, or what the newest step of the root records.
 
     Example:
       >>> with ocp.CheckpointManager(directory, item_handlers=ot.TrainStateHandler()) as manager:

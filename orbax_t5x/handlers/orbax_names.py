@@ -30,10 +30,9 @@ def write_spec(
 ) -> dict[str, Any]:
     """Returns Orbax's spec to write an array in other chunks.
 
-    It is TensorStore's.
-
-    The layout is Orbax's own. According to Orbax's source this function will be replaced by one that no public module
-    exports yet. `info` is Orbax's `ParamInfo`; `database` is the number of the database, by default this process's.
+    It is TensorStore's. The layout is Orbax's own. According to Orbax's source this function will be replaced by one
+    that no public module exports yet. `info` is Orbax's `ParamInfo`; `database` is the number of the database, by
+    default this process's.
     """
     database = jax.process_index() if database is None else database
     return ocp.type_handlers.get_json_tspec_write(
@@ -80,10 +79,9 @@ def registry_making(handler: Any) -> Any:
 class RecordedType:
     """Descriptor of the type that Orbax records about an item.
 
-    A restore without arguments finds a handler by it.
-
-    Orbax calls a handler's `typestr()`. The class returns its own name, under which Orbax's table of handlers lists it;
-    an instance returns the name of Orbax's handler, so that the item can be restored without this package.
+    A restore without arguments finds a handler by it. Orbax calls a handler's `typestr()`. The class returns its own
+    name, under which Orbax's table of handlers lists it; an instance returns the name of Orbax's handler, so that the
+    item can be restored without this package.
     """
 
     def __get__(self, instance: Any, owner: type) -> Any:

@@ -25,10 +25,9 @@ _State = TypeVar("_State")
 class OrbaxT5X(InitTransform):
     """Transform of Kauldron's initial state.
 
-    It fills the parameters, and on request the optimizer's state, from a checkpoint.
-
-    Values change; structure, shapes, dtypes and shardings stay those of the state, as Kauldron demands. Names of leaves
-    are those of the state: `params/…`, `opt_state/…`.
+    It fills the parameters, and on request the optimizer's state, from a checkpoint. Values change; structure, shapes,
+    dtypes and shardings stay those of the state, as Kauldron demands. Names of leaves are those of the state:
+    `params/…`, `opt_state/…`.
 
     Attributes:
       path: what to restore: a source of `orbax_t5x.restore`, of any format.

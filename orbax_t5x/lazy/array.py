@@ -27,9 +27,7 @@ from orbax_t5x.trees.narrow import is_mapping
 class LazyArray(abc.ABC):
     """Unread array of known shape and dtype.
 
-    The value comes from `get()`.
-
-    Subclass it and implement `get` and `get_async`, or use one of its kinds.
+    The value comes from `get()`. Subclass it and implement `get` and `get_async`, or use one of its kinds.
 
     Example:
       >>> with ot.open_checkpoint(bundle) as checkpoint:

@@ -1,8 +1,7 @@
 """Nodes that place inputs side by side: stack and concatenate.
 
-Stack on a new axis, concatenate along an axis.
-
-Both write straight into the buffer and read only the inputs that overlap a box.
+Stack on a new axis, concatenate along an axis. Both write straight into the buffer and read only the inputs that
+overlap a box.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Interface of leaves between readers and all above them.
 
-A leaf has a name, a shape and a dtype, and fills buffers from boxes.
-
-Readers subclass `Leaf`; views compose leaves; the executor calls `read_into`. Nothing else reads array bytes. A leaf
-never allocates more than was requested beyond a bounded staging buffer, never follows what a file merely claims, and
-may be read from several threads and event loops at once.
+A leaf has a name, a shape and a dtype, and fills buffers from boxes. Readers subclass `Leaf`; views compose leaves; the
+executor calls `read_into`. Nothing else reads array bytes. A leaf never allocates more than was requested beyond a
+bounded staging buffer, never follows what a file merely claims, and may be read from several threads and event loops at
+once.
 """
 
 from __future__ import annotations
@@ -132,12 +131,10 @@ class Leaf(abc.ABC):
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Fills every request's buffer, completely.
 
-        Each stored byte is read at most once for all of them.
-
-        All requests that one execution has for this leaf at a time come in one call; boxes may overlap. A reader of
-        byte ranges reads runs in file order, over gaps below 4 KiB, straight into `out` where the run is contiguous
-        there. Blocking work is done in a thread, never on the event loop. A cancelled or failed call leaves buffers
-        undefined.
+        Each stored byte is read at most once for all of them. All requests that one execution has for this leaf at a
+        time come in one call; boxes may overlap. A reader of byte ranges reads runs in file order, over gaps below 4
+        KiB, straight into `out` where the run is contiguous there. Blocking work is done in a thread, never on the
+        event loop. A cancelled or failed call leaves buffers undefined.
 
         Raises:
           CorruptCheckpointError, CheckpointIOError, CheckpointGoneError: naming `path` and `name`.
@@ -147,10 +144,8 @@ class Leaf(abc.ABC):
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         """Returns the bytes of reading boxes together, for plans.
 
-        They are as a read adds them to `ReadStats.bytes_read`.
-
-        Here the bytes of their elements, decoded, an element of several boxes once. A leaf that reads more than the
-        requested elements, or nothing, counts that instead.
+        They are as a read adds them to `ReadStats.bytes_read`. Here the bytes of their elements, decoded, an element of
+        several boxes once. A leaf that reads more than the requested elements, or nothing, counts that instead.
         """
         return union_size(boxes) * self.dtype.itemsize
 
@@ -197,9 +192,8 @@ class BlockingLeaf(Leaf):
     def extent(self) -> FileExtent | None:
         """The file's bytes that a read of the whole needs, or None.
 
-        None: several files or unknown bytes.
-
-        Small leaves whose extents are near are read together, from one window of the file.
+        None: several files or unknown bytes. Small leaves whose extents are near are read together, from one window of
+        the file.
         """
         return None
 

@@ -133,9 +133,7 @@ class Node(abc.ABC):
     def select(self, index_map: IndexMap) -> Node | None:
         """Simplifies this node under an index map, or returns None.
 
-        None: a `StridedNode` over it is simplest.
-
-        The index map is not the identity, and some element is left.
+        None: a `StridedNode` over it is simplest. The index map is not the identity, and some element is left.
         """
         return None
 

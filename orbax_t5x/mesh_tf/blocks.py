@@ -1,9 +1,8 @@
 """Blocks of Mesh TensorFlow that hold several of T5X's layers.
 
-Models with experts in every second layer have them.
-
-A block's sublayers are what its gin file lists. T5's are self-attention, in a decoder cross-attention, and the
-feed-forward layer; a list of twice these makes one block of two layers.
+Models with experts in every second layer have them. A block's sublayers are what its gin file lists. T5's are
+self-attention, in a decoder cross-attention, and the feed-forward layer; a list of twice these makes one block of two
+layers.
 """
 
 from __future__ import annotations

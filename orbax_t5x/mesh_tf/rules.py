@@ -202,11 +202,10 @@ _SHARED_BIAS = re.compile(r"(?:target|state/param_states)/(encoder|decoder)/relp
 def place_relative_bias(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
     """Returns new names for relative biases that a tower shares.
 
-    They are by the name that each replaces.
-
-    Mesh TensorFlow keeps a shared bias in block 0. A bias that only block 0 has is taken as the tower's, unless the
-    target has biases in layers and none for the tower, and either they are only in layer 0 or the file has a single
-    block. Several biases in the file never become one, and a shared one in the file never becomes several.
+    They are by the name that each replaces. Mesh TensorFlow keeps a shared bias in block 0. A bias that only block 0
+    has is taken as the tower's, unless the target has biases in layers and none for the tower, and either they are only
+    in layer 0 or the file has a single block. Several biases in the file never become one, and a shared one in the file
+    never becomes several.
     """
     names, target_names = list(names), list(target_names)
     blocks = _layers_by_tower(_IN_LAYER, names)
@@ -244,12 +243,10 @@ def _is_shared(target_shares: bool, target_layers: set[int], blocks: int) -> boo
 def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
     """Makes the (1,) zeros of unused slots.
 
-    T5X's Adafactor keeps them, and Mesh TensorFlow does not store them.
-
-    Only for parameters of the file, and never in place of a slot that the file should have. Without a target (None),
-    all, for parameters that have slots in the file. Of a parameter that the target has, only those among its leaves. Of
-    one with slots that it does not have, all, if it has Adafactor's slots at all, T5X's or Optax's: a later transform
-    gives them the target's names.
+    T5X's Adafactor keeps them, and Mesh TensorFlow does not store them. Only for parameters of the file, and never in
+    place of a slot that the file should have. Without a target (None), all, for parameters that have slots in the file.
+    Of a parameter that the target has, only those among its leaves. Of one with slots that it does not have, all, if it
+    has Adafactor's slots at all, T5X's or Optax's: a later transform gives them the target's names.
     """
     slots: dict[str, set[str]] = {}
     for name in names:
@@ -286,9 +283,8 @@ def _is_placeholder(leaf: Any) -> bool:
 def _known_parameters(target: Iterable[str]) -> frozenset[str] | None:
     """Returns the parameters with slots of T5X's names, or None.
 
-    None: the target has no slots of Adafactor.
-
-    None of them in a target with Optax's factored state (`…/v_row/<parameter>`), which has other names for all slots.
+    None: the target has no slots of Adafactor. None of them in a target with Optax's factored state
+    (`…/v_row/<parameter>`), which has other names for all slots.
     """
     names = list(target)
     slots = [name.rpartition("/") for name in names if name.startswith(_STATES)]

@@ -113,12 +113,10 @@ class T5Config:
 def config_of(checkpoint: Any) -> T5Config:
     """Finds the config of the T5 in a checkpoint.
 
-    The layout may be any that a rule pack knows.
-
-    Sizes come from the leaves. `config.json`, if the checkpoint has it (`checkpoint.metadata["config"]`), decides the
-    function, by the meaning of its keys in the version of Transformers that wrote it. Without it a gated T5 has
-    T5.1.1's `gelu_new`, another one T5.1.0's `relu`. Only one question reads values: whether an `lm_head` in a foreign
-    layout equals the embedding.
+    The layout may be any that a rule pack knows. Sizes come from the leaves. `config.json`, if the checkpoint has it
+    (`checkpoint.metadata["config"]`), decides the function, by the meaning of its keys in the version of Transformers
+    that wrote it. Without it a gated T5 has T5.1.1's `gelu_new`, another one T5.1.0's `relu`. Only one question reads
+    values: whether an `lm_head` in a foreign layout equals the embedding.
 
     Args:
       checkpoint: a path, or an opened checkpoint.

@@ -258,9 +258,8 @@ class NnxT5(nnx.Module):
     ) -> jax.Array:
         """Computes the logits of each target from inputs and earlier targets.
 
-        Their shape is [batch, targets, vocab].
-
-        An encoder takes no targets, and returns its output, [batch, inputs, embed].
+        Their shape is [batch, targets, vocab]. An encoder takes no targets, and returns its output, [batch, inputs,
+        embed].
 
         Raises:
           TypeError: an encoder gets targets, or another T5 gets none.

@@ -4,10 +4,9 @@ While a process is in a collective call of this package, a thread of its own wri
 store of JAX's coordination service every few seconds, and reads those of all processes in one request. A process whose
 number changes is slow at most and is waited for without limit; so is one between two calls. A process whose number
 stays the same was killed, was stopped or is disconnected. A process that ends Python first writes that it has ended.
-The death of a process is noticed by JAX itself, at once where it has computed with the others before.
-
-JAX's own heartbeat is independent of this one: `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 s by
-default, after which JAX ends this process.
+The death of a process is noticed by JAX itself, at once where it has computed with the others before. JAX's own
+heartbeat is independent of this one: `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 s by default, after
+which JAX ends this process.
 """
 
 from __future__ import annotations

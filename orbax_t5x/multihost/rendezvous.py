@@ -5,9 +5,8 @@ together; an interrupt does not end these waits, and with Gloo the second one la
 for each other before, through the coordination service of `jax.distributed`. A process that sends heartbeats is waited
 for without limit. One that has not sent a first heartbeat is starting, or has died: it is waited for as long as JAX
 waits at its own start (`ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS` sets another limit), and named in the log meanwhile.
-Where processes found each other by other means there is no such service, and nothing is waited for here.
-
-A barrier is passed once for the backend, which all processes of the job make, and once for each group.
+Where processes found each other by other means there is no such service, and nothing is waited for here. A barrier is
+passed once for the backend, which all processes of the job make, and once for each group.
 """
 
 from __future__ import annotations

@@ -52,9 +52,7 @@ _FACTOR_NAMES = {
 def factor_name_to_factordim(name: Any) -> Any:
     """Converts a name in any case to a `FactorDim`.
 
-    Names are row, column (or col), batch, none (or unfactorized).
-
-    What is not a string stays as it is.
+    Names are row, column (or col), batch, none (or unfactorized). What is not a string stays as it is.
     """
     if not isinstance(name, str):
         return name

@@ -60,9 +60,8 @@ class FactorDims(NamedTuple):
 def dims_by_size(shape: Sequence[int], min_dim_size_to_factor: int = 0) -> FactorDims | None:
     """Takes the second largest dimension as ROW, the largest as COLUMN.
 
-    None: they are too few or too small.
-
-    Of equal dimensions the later one counts as larger: a square matrix averages its rows' moment over dimension 1.
+    None: they are too few or too small. Of equal dimensions the later one counts as larger: a square matrix averages
+    its rows' moment over dimension 1.
     """
     if len(shape) < 2:
         return None

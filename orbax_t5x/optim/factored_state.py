@@ -47,10 +47,8 @@ def match_slots(
 ) -> dict[str, str]:
     """Finds the T5X slot of equal values for each Optax slot.
 
-    Shapes decide.
-
-    Without T5X's rule the shapes decide, which are ambiguous where dimensions of a parameter of rank 3 and above are
-    equal: a ValueError, and so are values that are not the same.
+    Shapes decide. Without T5X's rule the shapes decide, which are ambiguous where dimensions of a parameter of rank 3
+    and above are equal: a ValueError, and so are values that are not the same.
     """
     same = {slot: slot for slot in _SLOTS}
     t5x_whole, optax_whole = _is_whole(t5x, shape), _is_whole(optax, shape)

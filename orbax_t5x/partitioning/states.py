@@ -1,11 +1,9 @@
 """Whole states with shardings, for `orbax_t5x.restore`.
 
-They are T5X's train states, linen's with `nn.Partitioned`, NNX's, or any tree by leaf names.
-
-They differ in the origin of a leaf's axes. A T5X train state has a separate state of axes, and T5X's networks make a
-collection `params_axes`; linen and NNX keep a leaf's axes in the box or the variable that holds it, also in the
-optimizer's state, which Optax makes of the same boxes. What has no axes of its own, and belongs to a parameter, is
-split as that is.
+They are T5X's train states, linen's with `nn.Partitioned`, NNX's, or any tree by leaf names. They differ in the origin
+of a leaf's axes. A T5X train state has a separate state of axes, and T5X's networks make a collection `params_axes`;
+linen and NNX keep a leaf's axes in the box or the variable that holds it, also in the optimizer's state, which Optax
+makes of the same boxes. What has no axes of its own, and belongs to a parameter, is split as that is.
 
 A leaf belongs to the parameter whose name its own name contains: `opt_state/0/mu/encoder/kernel` and T5X's
 `state/param_states/encoder/kernel/v_row` to `encoder/kernel`. A leaf of the parameter's shape is split as it is; one
@@ -92,11 +90,10 @@ def with_shardings(
 ) -> _State:
     """Returns the abstract state with a sharding on every leaf.
 
-    It is a target for `orbax_t5x.restore`.
-
-    The leaves of an optimizer are split as their parameters, where no rule says otherwise: momenta and accumulators,
-    the factors of a second moment in the dimensions that they have, stacks behind their first dimension. In a T5X
-    train state whose parameters have axes, T5X's optimizers decide: Adafactor's factors are not split.
+    It is a target for `orbax_t5x.restore`. The leaves of an optimizer are split as their parameters, where no rule says
+    otherwise: momenta and accumulators, the factors of a second moment in the dimensions that they have, stacks behind
+    their first dimension. In a T5X train state whose parameters have axes, T5X's optimizers decide: Adafactor's factors
+    are not split.
 
     Args:
       train_state: concrete or abstract (`jax.eval_shape`). A `FlaxOptimTrainState` or `InferenceState` with

@@ -1,11 +1,10 @@
 """Digests of transforms, equal for equal rules.
 
-They are equal in every process, different for other rules, or None.
-
-A dataclass counts by its fields, a `functools.partial` by its function and arguments, a module-level function by its
-qualified name, an object with a `digest()` method by what that returns, an array of NumPy or JAX by its contents. What
-a lambda, a closure or another callable object does cannot be told from outside, so it has no digest; nor has an array
-of which this process does not hold all, nor a chain with more than 256 MiB of arrays, nor anything that holds one.
+They are equal in every process, different for other rules, or None. A dataclass counts by its fields, a
+`functools.partial` by its function and arguments, a module-level function by its qualified name, an object with a
+`digest()` method by what that returns, an array of NumPy or JAX by its contents. What a lambda, a closure or another
+callable object does cannot be told from outside, so it has no digest; nor has an array of which this process does not
+hold all, nor a chain with more than 256 MiB of arrays, nor anything that holds one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Compares a list of rules with the rules that a lineage records.
 
 A record may be read in several ways: after a rule was applied that somebody inserted into the list, and after an answer
-that other rules had been applied already. The list is compared with each reading.
-
-Entries of the format before have one digest for the whole of their rules; a part of the list has those rules if it has
-that digest.
+that other rules had been applied already. The list is compared with each reading. Entries of the format before have one
+digest for the whole of their rules; a part of the list has those rules if it has that digest.
 """
 
 from __future__ import annotations

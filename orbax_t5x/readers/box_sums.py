@@ -1,11 +1,10 @@
 """Checksums of the boxes of an array.
 
-They are made during the save, and compared while boxes of any shape are read.
-
-A checksum is the crc32c of a box's elements in row-major order, as they are in memory on a little-endian machine,
-whatever the chunks and the compression of the stored array. What a reader compares are byte ranges of the boxes laid
-end to end (`ChecksummedRange`): reads that together cover a box, by one process or by several, verify it. Everything
-here works on arrays in memory, a block at a time; nothing is read.
+They are made during the save, and compared while boxes of any shape are read. A checksum is the crc32c of a box's
+elements in row-major order, as they are in memory on a little-endian machine, whatever the chunks and the compression
+of the stored array. What a reader compares are byte ranges of the boxes laid end to end (`ChecksummedRange`): reads
+that together cover a box, by one process or by several, verify it. Everything here works on arrays in memory, a block
+at a time; nothing is read.
 """
 
 from __future__ import annotations

@@ -129,9 +129,8 @@ class Checkpoint:
     def tree(self) -> dict[str, Any]:
         """Returns the leaves as a nested dict.
 
-        None, empty containers and `...` are in their places.
-
-        An array that was saved by itself has the empty name, as in `leaves`.
+        None, empty containers and `...` are in their places. An array that was saved by itself has the empty name, as
+        in `leaves`.
         """
         root: dict[str, Any] = {}
         for name, value in self._leaves.items():

@@ -1,9 +1,7 @@
 """`open_checkpoint`: finds a path's format and opens it.
 
-The marks of all formats decide.
-
-A directory's own files go before its subfolders and steps. Marks decide, and never the order of formats: two owners are
-an error.
+The marks of all formats decide. A directory's own files go before its subfolders and steps. Marks decide, and never the
+order of formats: two owners are an error.
 """
 
 from __future__ import annotations

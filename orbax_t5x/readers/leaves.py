@@ -23,9 +23,8 @@ _ERROR_BYTES = 2048
 class BrokenLeaf(Leaf):
     """Leaf of unknown shape and dtype.
 
-    They read as () and object, and a plan that needs it raises `error`.
-
-    Without `is_refused` it can be planned, to be renamed and left out, and only reading it raises the error.
+    They read as () and object, and a plan that needs it raises `error`. Without `is_refused` it can be planned, to be
+    renamed and left out, and only reading it raises the error.
     """
 
     def __init__(self, name: str, error: CheckpointError, *, is_refused: bool = True):

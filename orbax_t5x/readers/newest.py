@@ -23,10 +23,9 @@ from orbax_t5x.readers.orbax.steps import Step, newest_first
 def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int | None:
     """Finds the newest finished step of a root.
 
-    The root is Orbax's, T5X's through Orbax, T5X's own, or of files of Flax.
-
-    Temporary, empty and half-deleted directories are no steps; step 0 is one. Where Flax numbered the newest file of a
-    root by a fraction, it has no step.
+    The root is Orbax's, T5X's through Orbax, T5X's own, or of files of Flax. Temporary, empty and half-deleted
+    directories are no steps; step 0 is one. Where Flax numbered the newest file of a root by a fraction, it has no
+    step.
 
     Args:
       root: a local directory, or a prefix of a bucket; one that does not exist has no steps.

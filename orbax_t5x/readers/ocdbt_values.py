@@ -1,9 +1,8 @@
 """The values of an OCDBT database, local or remote.
 
-The nodes of its tree are read by us, and decoded by TensorStore.
-
-TensorStore would read them itself, value by value, and take whatever a web server sends. So each node is read once,
-each value with its length, as the node above it records that, and names of data files stay below the database.
+The nodes of its tree are read by us, and decoded by TensorStore. TensorStore would read them itself, value by value,
+and take whatever a web server sends. So each node is read once, each value with its length, as the node above it
+records that, and names of data files stay below the database.
 """
 
 from __future__ import annotations

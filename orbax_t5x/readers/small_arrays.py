@@ -1,11 +1,9 @@
 """Small arrays of an OCDBT database, decoded from its values.
 
-They are not opened in TensorStore.
-
-A node of the database's tree holds the values of thousands of small arrays. It is read once, and they are decoded here.
-Small values beside the tree are read by windows of their data file. Arrays are alike: one of those with the same
-metadata is opened by TensorStore, which so decides on the metadata of all. TensorStore reads what is large, not stored,
-or encoded in another way than Orbax's.
+They are not opened in TensorStore. A node of the database's tree holds the values of thousands of small arrays. It is
+read once, and they are decoded here. Small values beside the tree are read by windows of their data file. Arrays are
+alike: one of those with the same metadata is opened by TensorStore, which so decides on the metadata of all.
+TensorStore reads what is large, not stored, or encoded in another way than Orbax's.
 """
 
 from __future__ import annotations

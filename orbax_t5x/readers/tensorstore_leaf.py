@@ -1,13 +1,12 @@
 """Leaves that TensorStore reads: chunked zarr arrays.
 
-They are in files of their own or inside an OCDBT database.
-
-Each box is written by TensorStore straight into the buffer that wants it, boxes that occur twice are read
-once, and all boxes of a call that touch a chunk are under way together, so that it is decoded once. Chunks are decoded
-as a whole: large ones wait for their share of the memory that an execution has for that. A chunk that is absent is
-damage, or holds the fill value where the format says so, and is counted (`StoredChunks`). The arrays have no checksum
-of their own; where the checkpoint keeps some beside them (`BoxSums`), the elements that were read are compared with
-those. What TensorStore raises leaves here as a typed error that names the leaf.
+They are in files of their own or inside an OCDBT database. Each box is written by TensorStore straight into the buffer
+that wants it, boxes that occur twice are read once, and all boxes of a call that touch a chunk are under way together,
+so that it is decoded once. Chunks are decoded as a whole: large ones wait for their share of the memory that an
+execution has for that. A chunk that is absent is damage, or holds the fill value where the format says so, and is
+counted (`StoredChunks`). The arrays have no checksum of their own; where the checkpoint keeps some beside them
+(`BoxSums`), the elements that were read are compared with those. What TensorStore raises leaves here as a typed error
+that names the leaf.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The members of a ZIP archive: named byte ranges of a file.
 
-Each has a crc32. The archive is as PyTorch and NumPy write it.
-
-Opening reads the central directory alone. It must be all that lies between the last member and the end of the file, and
-no two members may share a byte, so that a file has one reading. The local header of a member is compared with the
-directory when the member is first read.
+Each has a crc32. The archive is as PyTorch and NumPy write it. Opening reads the central directory alone. It must be
+all that lies between the last member and the end of the file, and no two members may share a byte, so that a file has
+one reading. The local header of a member is compared with the directory when the member is first read.
 """
 
 from __future__ import annotations

@@ -68,9 +68,7 @@ def plan_restore(
 ) -> RestorePlan[Any]:
     """Plans a restore, and finds all problems beforehand.
 
-    It reads metadata only: no array byte is read before.
-
-    Args: as for `orbax_t5x.restore`.
+    It reads metadata only: no array byte is read before. Args: as for `orbax_t5x.restore`.
 
     Returns:
       A plan that prints as a table; `execute()` runs it. It keeps the checkpoints open that it opened.

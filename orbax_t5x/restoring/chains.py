@@ -1,9 +1,8 @@
 """Makes a single chain of a restore's transforms.
 
-The sources' own transforms come first; `"auto"` becomes rules.
-
-Provenance records the chain, so it has to hold all that is applied: `"auto"` is replaced by the rules that it finds
-before it is decided whether the transforms were applied already, and the transforms of a source are in the chain.
+The sources' own transforms come first; `"auto"` becomes rules. Provenance records the chain, so it has to hold all that
+is applied: `"auto"` is replaced by the rules that it finds before it is decided whether the transforms were applied
+already, and the transforms of a source are in the chain.
 """
 
 from __future__ import annotations
@@ -222,9 +221,7 @@ def written_out(
 ) -> tuple[AnyTransform, ...]:
     """Replaces `"auto"` in the chain by rules.
 
-    They lead from the source's leaves to the target's.
-
-    Leaves of the target that are `fillable` need no rule.
+    They lead from the source's leaves to the target's. Leaves of the target that are `fillable` need no rule.
     """
     chain: list[AnyTransform] = []
     for transform in transforms:

@@ -9,9 +9,8 @@ and calls `progress`. Leaves that share stored bytes are in one group, so that e
 
 Host memory is bounded by the results that stay on the host plus the budget in flight. On accelerators a group's bytes
 are given back when its arrays have arrived there, and its buffer is used again (`StagingBuffers`). The memory in which
-leaves of chunked formats decode chunks has a budget of its own, of the same size at most (`decoding_bytes`).
-
-What several processes do beside it is in `joint_executor`, which they alone load.
+leaves of chunked formats decode chunks has a budget of its own, of the same size at most (`decoding_bytes`). What
+several processes do beside it is in `joint_executor`, which they alone load.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Plan of a restore: the reads of each target leaf.
 
-It is decided before an array byte is read.
-
-Views say what to read, target leaves what to make. A plan is data: `show` turns it into text and `executor` runs it,
-both loaded when they are first called.
+It is decided before an array byte is read. Views say what to read, target leaves what to make. A plan is data: `show`
+turns it into text and `executor` runs it, both loaded when they are first called.
 """
 
 from __future__ import annotations
@@ -326,9 +324,8 @@ class RestorePlan(Generic[_Restored]):
     def provenance(self) -> tuple[Mapping[str, Any], ...]:
         """The transforms behind this state, oldest first.
 
-        They are recorded with a save of it.
-
-        Of a plan without transforms, of a step that records nothing, the run's older steps are read for it.
+        They are recorded with a save of it. Of a plan without transforms, of a step that records nothing, the run's
+        older steps are read for it.
         """
         return tuple(self._read_provenance())
 

@@ -1,9 +1,8 @@
 """Finds all transforms from a checkpoint to a target.
 
-Rule packs come first, then an alignment of the leaves left, then the optimizer.
-
-Known packs come first. Then what they make is aligned with the target, and at last the checkpoint itself. Only rules
-that give every parameter of the model one reading are returned.
+Rule packs come first, then an alignment of the leaves left, then the optimizer. Known packs come first. Then what they
+make is aligned with the target, and at last the checkpoint itself. Only rules that give every parameter of the model
+one reading are returned.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Tables of a layout's leaves, by name and dimensions.
 
-A rule pack checks its source by such a table.
-
-Names have `*` for a layer's number. Dimensions are letters: E embed, H heads, D head_dim, J = H*D, F mlp, L layers, V
-vocab, X experts, G an expert's mlp, K another mlp, and `*` for any size. E has one size in a model, the others (but V)
-one in each tower.
+A rule pack checks its source by such a table. Names have `*` for a layer's number. Dimensions are letters: E embed, H
+heads, D head_dim, J = H*D, F mlp, L layers, V vocab, X experts, G an expert's mlp, K another mlp, and `*` for any size.
+E has one size in a model, the others (but V) one in each tower.
 """
 
 from __future__ import annotations

@@ -65,12 +65,10 @@ class PackCall:
 class RulePack(Chain):
     """Transform of a model's tree to another layout.
 
-    A step may match nothing; it is a problem if no step matches anything.
-
-    Leaves of the model that the source layout cannot have, by name or shape, are problems, so that no result has names
-    of both layouts; with `strict=False` they stay as they are. Those that the target has, too, stay in any case.
-
-    The result gets the prefix of the target's parameters: `target/`, `params/`, or none.
+    A step may match nothing; it is a problem if no step matches anything. Leaves of the model that the source layout
+    cannot have, by name or shape, are problems, so that no result has names of both layouts; with `strict=False` they
+    stay as they are. Those that the target has, too, stay in any case. The result gets the prefix of the target's
+    parameters: `target/`, `params/`, or none.
 
     Attributes:
       steps: forwards.

@@ -4,9 +4,8 @@ Rows of parallel texts (a target's name, where it comes from, how) fold where th
 everything that the caller calls alike is alike, and the other texts follow: what varies there is written in the same
 order, so a row never claims an order that is not there: `{0…23}`, `{0…22:2}` (every second), `{23…0}`, `{1…3,0}`. What
 would need more than a few such runs stays unfolded. A second number folds too when it takes at least three values
-(experts in layers), so that `wi_0` and `wi_1` stay two rows. Linear in the number of rows.
-
-A tree is that of the folded names, in which a chain of single branches is one row.
+(experts in layers), so that `wi_0` and `wi_1` stay two rows. Linear in the number of rows. A tree is that of the folded
+names, in which a chain of single branches is one row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Many problems as a few lines or as HTML.
 
-Problems of a kind that differ only in a number or in the leaf share an entry.
-
-The lines are always fewer than `MOST_LINES`: every kind keeps its first entries, and a line counts the problems that
-are not shown. A long list inside a message, such as all names of a checkpoint, is cut.
+Problems of a kind that differ only in a number or in the leaf share an entry. The lines are always fewer than
+`MOST_LINES`: every kind keeps its first entries, and a line counts the problems that are not shown. A long list inside
+a message, such as all names of a checkpoint, is cut.
 """
 
 from __future__ import annotations

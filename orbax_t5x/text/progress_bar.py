@@ -36,9 +36,7 @@ _CLEAR_LINE = "\r\x1b[2K"
 class ProgressBar:
     """`progress(done_bytes, total_bytes, leaf)` as a line on a terminal.
 
-    Leaving its context removes the line.
-
-    Elsewhere it writes lines, and none for what takes less than a second.
+    Leaving its context removes the line. Elsewhere it writes lines, and none for what takes less than a second.
     """
 
     def __init__(self, verb: str, stream: TextIO | None = None):

@@ -1,9 +1,8 @@
 """Tables of text for terminals: names, short cells, origins.
 
-No name is ever cut; a name that is longer than a line goes on below, after a '/'.
-
-A table has one line a row where nearly all rows fit; else the long texts of a row stand below its name. Whatever the
-width, the short cells stay in columns.
+No name is ever cut; a name that is longer than a line goes on below, after a '/'. A table has one line a row where
+nearly all rows fit; else the long texts of a row stand below its name. Whatever the width, the short cells stay in
+columns.
 """
 
 from __future__ import annotations

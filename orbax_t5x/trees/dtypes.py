@@ -115,10 +115,8 @@ def _float_fits(source: np.dtype, target: np.dtype) -> bool:
 def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype | None:
     """Promotes dtypes as JAX does, keeping 64 bits.
 
-    None: JAX has no common dtype for them.
-
-    Integers take the dtype of a float with them; float16 with bfloat16 is float32; types narrower than 8 bits, and
-    floats of 8 bits and less with other floats, are not promoted.
+    None: JAX has no common dtype for them. Integers take the dtype of a float with them; float16 with bfloat16 is
+    float32; types narrower than 8 bits, and floats of 8 bits and less with other floats, are not promoted.
     """
     distinct = set(dtypes)
     numbers = [dtype for dtype in distinct if kind_of(dtype) != "bool"] or list(distinct)

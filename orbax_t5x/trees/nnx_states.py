@@ -42,9 +42,8 @@ def flatten_node(node: Any) -> tuple[list[NamedLeaf], Callable[[Mapping[str, Any
 def flatten_target(state: nnx.State) -> tuple[list[NamedLeaf], Callable[[Mapping[str, Any]], nnx.State]]:
     """Flattens an `nnx.State` to names, values and their kinds.
 
-    A leaf is (name, value, True for an `nnx.Param`); the second result rebuilds the state.
-
-    The function puts values by name into a new State: each `Variable` with its type and metadata.
+    A leaf is (name, value, True for an `nnx.Param`); the second result rebuilds the state. The function puts values by
+    name into a new State: each `Variable` with its type and metadata.
     """
     loaded = sys.modules["flax.nnx"]
     flat = list(loaded.to_flat_state(state))

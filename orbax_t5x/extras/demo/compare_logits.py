@@ -1,9 +1,8 @@
 """Compares the logits of two checkpoints of a T5.
 
-They run on the same tokens: the last doubt after a conversion.
-
-Each is restored by the rules that its names need into the linen T5 of `orbax_t5x.models`, one after the other, in
-float32 on one device. Equal parameters under other names, in another format or with stacked layers give equal logits.
+They run on the same tokens: the last doubt after a conversion. Each is restored by the rules that its names need into
+the linen T5 of `orbax_t5x.models`, one after the other, in float32 on one device. Equal parameters under other names,
+in another format or with stacked layers give equal logits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The header of a GGUF file.
 
-Its version, its key-value pairs, and the name, shape, type and offset of each tensor.
-
-Numbers are little-endian. A count is compared with the bytes that are left before it is followed; the strings of a
-tokenizer and other long arrays are skipped and only counted.
+Its version, its key-value pairs, and the name, shape, type and offset of each tensor. Numbers are little-endian. A
+count is compared with the bytes that are left before it is followed; the strings of a tokenizer and other long arrays
+are skipped and only counted.
 """
 
 from __future__ import annotations

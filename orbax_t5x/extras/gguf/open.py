@@ -1,9 +1,8 @@
 """GGUF checkpoints: a file, its parts, or their directory.
 
-Boxes are read by byte range.
-
-Opening reads the header, nothing else. Names are llama.cpp's, dimensions are turned round to NumPy's order. Of GGML's
-quantizations Q8_0 is read, as float32; a leaf in another one is listed and says which. The format keeps no checksum.
+Boxes are read by byte range. Opening reads the header, nothing else. Names are llama.cpp's, dimensions are turned round
+to NumPy's order. Of GGML's quantizations Q8_0 is read, as float32; a leaf in another one is listed and says which. The
+format keeps no checksum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """NumPy's `.npz` files: a ZIP archive of arrays.
 
-Stored members are read by range, compressed members whole.
-
-Opening reads the archive's directory and the header of each array.
+Stored members are read by range, compressed members whole. Opening reads the archive's directory and the header of each
+array.
 """
 
 from __future__ import annotations

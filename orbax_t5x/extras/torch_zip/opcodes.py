@@ -1,11 +1,9 @@
 """The tree in a PyTorch file's pickle.
 
-A loop over the opcodes makes nothing but data.
-
-Python's unpickler calls what a pickle names. This loop has no way to call or import anything: a name is compared with
-a list, and what is on it becomes data (a storage, a tensor, a container). Any other name, and what it would make, is a
-placeholder that stays unread beside tensors; without tensors it is an UnsafeCheckpointError. Pure: bytes in, a tree
-out.
+A loop over the opcodes makes nothing but data. Python's unpickler calls what a pickle names. This loop has no way to
+call or import anything: a name is compared with a list, and what is on it becomes data (a storage, a tensor, a
+container). Any other name, and what it would make, is a placeholder that stays unread beside tensors; without tensors
+it is an UnsafeCheckpointError. Pure: bytes in, a tree out.
 """
 
 from __future__ import annotations

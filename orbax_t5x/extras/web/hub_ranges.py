@@ -1,10 +1,8 @@
 """Files of a commit on the hub, read by byte range.
 
-If the hub keeps them by range.
-
-The hub answers a request for a file with the bytes, or sends on to the server that holds them, under a URL that is
-valid for some minutes, and that is in no message; the token goes to the hub alone. What is read belongs to one commit:
-a server that then answers with another ETag or another size gives other bytes.
+If the hub keeps them by range. The hub answers a request for a file with the bytes, or sends on to the server that
+holds them, under a URL that is valid for some minutes, and that is in no message; the token goes to the hub alone. What
+is read belongs to one commit: a server that then answers with another ETag or another size gives other bytes.
 """
 
 from __future__ import annotations

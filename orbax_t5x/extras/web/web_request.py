@@ -29,9 +29,8 @@ from orbax_t5x.files.remote.transport import (
 class WebRequest(PendingResponse):
     """A request with retries.
 
-    It is sent until it succeeds, fails for good, or has failed too often.
-
-    It is sent by a thread of its own, or by the one that waits for it, which saves waking another.
+    It is sent until it succeeds, fails for good, or has failed too often. It is sent by a thread of its own, or by the
+    one that waits for it, which saves waking another.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """Responses of a web server, received with a bound.
 
-They have no more than an answer to the request can have.
-
-urllib3 and the standard library parse them. They would read whatever a server sends, for as long as it sends, so that
-what they read from holds a bound and a clock.
+They have no more than an answer to the request can have. urllib3 and the standard library parse them. They would read
+whatever a server sends, for as long as it sends, so that what they read from holds a bound and a clock.
 """
 
 from __future__ import annotations

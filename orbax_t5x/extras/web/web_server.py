@@ -1,11 +1,9 @@
 """A web server: bounded reads of byte ranges.
 
-They never hold more than was asked for.
-
-TensorStore keeps all that a server sends, however much it is, and goes on after it was cancelled. So http and https are
-read by urllib3, straight or by the proxy that the environment names: every request names its last byte, a response is
-compared with the request before its body is read, the body is read up to that byte, and a connection that sent anything
-else is closed. Requests run in threads.
+They never hold more than was asked for. TensorStore keeps all that a server sends, however much it is, and goes on
+after it was cancelled. So http and https are read by urllib3, straight or by the proxy that the environment names:
+every request names its last byte, a response is compared with the request before its body is read, the body is read up
+to that byte, and a connection that sent anything else is closed. Requests run in threads.
 """
 
 from __future__ import annotations

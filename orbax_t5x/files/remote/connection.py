@@ -1,10 +1,8 @@
 """A server or bucket: stats, reads of byte ranges and lists.
 
-Each has a deadline and a bound.
-
-Its transport (that of its scheme) retries what may pass (429, 5xx, broken connections) and
-proves the length of every answer; it follows no redirect. A connection adds a deadline, typed errors, and a cache for
-one opening, so that detection and reader see the same files and nothing is requested twice.
+Each has a deadline and a bound. Its transport (that of its scheme) retries what may pass (429, 5xx, broken connections)
+and proves the length of every answer; it follows no redirect. A connection adds a deadline, typed errors, and a cache
+for one opening, so that detection and reader see the same files and nothing is requested twice.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A file of a remote store, read by ranges.
 
-Each response is proven to be of the file that was found at opening.
-
-Reads that are announced are begun early, several at a time, so that their waits overlap. Web servers name the size of
-a file with each range of it. TensorStore exposes no sizes of the files in buckets: most formats record where a file
-must end, which two requests for single bytes prove; where one does not, the size is searched for with such requests,
-many at once.
+Each response is proven to be of the file that was found at opening. Reads that are announced are begun early, several
+at a time, so that their waits overlap. Web servers name the size of a file with each range of it. TensorStore exposes
+no sizes of the files in buckets: most formats record where a file must end, which two requests for single bytes prove;
+where one does not, the size is searched for with such requests, many at once.
 """
 
 from __future__ import annotations

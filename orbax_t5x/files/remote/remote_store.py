@@ -256,9 +256,8 @@ class RemoteFiles(Files):
 class RemoteSnapshot(Snapshot):
     """Snapshot by the version of a metadata file.
 
-    It stands for the files that it describes.
-
-    A writer that changes chunks and leaves the metadata as it was is not noticed.
+    It stands for the files that it describes. A writer that changes chunks and leaves the metadata as it was is not
+    noticed.
     """
 
     is_remote = True

@@ -1,10 +1,9 @@
 """Restores by Orbax itself.
 
-Whole items without a target, and leaves of types that only a type handler knows.
-
-The handler that saves does it, with all its options. Stock `PyTreeRestore` would warn that it must look up the
-shardings in the item, and `StandardRestore` makes a handler that knows no other type handlers than Orbax's; so the
-shardings are looked up here first. No array is read but those that are restored.
+Whole items without a target, and leaves of types that only a type handler knows. The handler that saves does it, with
+all its options. Stock `PyTreeRestore` would warn that it must look up the shardings in the item, and `StandardRestore`
+makes a handler that knows no other type handlers than Orbax's; so the shardings are looked up here first. No array is
+read but those that are restored.
 """
 
 from __future__ import annotations
@@ -102,9 +101,8 @@ def _restore_args(name: str, leaf: Any, value_type: str | None, problems: list[P
 class HandledLeaves:
     """Leaves of a target that type handlers restore.
 
-    They are of other types than arrays, or stored by a user's handler.
-
-    The others are restored by a plan, which reads what is stored as it is. `target` has a placeholder for each.
+    They are of other types than arrays, or stored by a user's handler. The others are restored by a plan, which reads
+    what is stored as it is. `target` has a placeholder for each.
     """
 
     def __init__(self, target: Any, registry: Any, own_types: Mapping[str, str]):

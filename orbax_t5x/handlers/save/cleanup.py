@@ -39,9 +39,8 @@ _unfinished: dict[str, _UnfinishedSave] = {}
 class _UnfinishedSave(NamedTuple):
     """Save that has begun and not succeeded.
 
-    A fork leaves its parent's saves alone.
-
-    Of one in the background, Orbax may write metadata at any time, and raises an error where it cannot.
+    A fork leaves its parent's saves alone. Of one in the background, Orbax may write metadata at any time, and raises
+    an error where it cannot.
     """
 
     process: int

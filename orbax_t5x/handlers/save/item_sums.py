@@ -58,9 +58,8 @@ def write_published_sums(directory: epath.Path, primary: int | None, active: Col
 def write_sums(directory: epath.Path, parts: Iterable[bytes]) -> None:
     """Writes the file of encoded checksums.
 
-    They are from some processes, as `SaveSums.encode` returns them.
-
-    An array of which they do not have all boxes (a process saved into another directory) is left out.
+    They are from some processes, as `SaveSums.encode` returns them. An array of which they do not have all boxes (a
+    process saved into another directory) is left out.
     """
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     boxes: dict[str, dict[Box, int]] = {}

@@ -1,10 +1,9 @@
 """Prepares a tree for Orbax: names, dtypes, and early errors.
 
-Everything that cannot be stored is an error beforehand.
-
-Orbax notices only while it writes that it cannot store a leaf, and lets a leaf overwrite another one if their dots and
-slashes join to the same name. Here every leaf is checked first, and all problems are raised together. Nothing is
-computed: views are written chunk by chunk, also those of arrays in memory.
+Everything that cannot be stored is an error beforehand. Orbax notices only while it writes that it cannot store a leaf,
+and lets a leaf overwrite another one if their dots and slashes join to the same name. Here every leaf is checked first,
+and all problems are raised together. Nothing is computed: views are written chunk by chunk, also those of arrays in
+memory.
 """
 
 from __future__ import annotations

@@ -55,9 +55,8 @@ class StreamingTypeTable:
     def remembering(self) -> Iterator[None]:
         """Caches lookups meanwhile.
 
-        Orbax makes several for each leaf of a save, while its caller waits.
-
-        Otherwise handlers may be registered at any time.
+        Orbax makes several for each leaf of a save, while its caller waits. Otherwise handlers may be registered at any
+        time.
         """
         self._found = {}
         try:

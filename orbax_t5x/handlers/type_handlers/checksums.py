@@ -1,11 +1,9 @@
 """Checksums of a save's written bytes.
 
-They are made while Orbax writes, and left beside its files.
-
-Orbax's own type handlers write; a `SummedHandler` around each sums the same elements in the background.
-Each process sends the boxes that it wrote (of a `jax.Array`, the shards with replica 0) to the process that finalizes,
-once, and that one writes the item's one file (`save.item_sums`). What other handlers write has no checksum: the bytes
-that they store are unknown.
+They are made while Orbax writes, and left beside its files. Orbax's own type handlers write; a `SummedHandler` around
+each sums the same elements in the background. Each process sends the boxes that it wrote (of a `jax.Array`, the shards
+with replica 0) to the process that finalizes, once, and that one writes the item's one file (`save.item_sums`). What
+other handlers write has no checksum: the bytes that they store are unknown.
 """
 
 from __future__ import annotations
@@ -36,10 +34,8 @@ _CAST_BYTES = 1 << 22
 class SaveSums:
     """This process's checksums of a save.
 
-    They are filled from any thread.
-
-    With `later`, what is to be summed is kept for `sum_kept`. Summing holds the interpreter much of the time, so an
-    asynchronous save first gives its caller the control back.
+    They are filled from any thread. With `later`, what is to be summed is kept for `sum_kept`. Summing holds the
+    interpreter much of the time, so an asynchronous save first gives its caller the control back.
     """
 
     def __init__(self, *, later: bool) -> None:

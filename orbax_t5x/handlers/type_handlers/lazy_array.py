@@ -1,8 +1,7 @@
 """Type handler that writes a lazy array chunk by chunk.
 
-It is stored as the NumPy array of its values, which anyone restores.
-
-The layout of what is written is Orbax's own, from its function for it; only the shape of the chunks is chosen here.
+It is stored as the NumPy array of its values, which anyone restores. The layout of what is written is Orbax's own, from
+its function for it; only the shape of the chunks is chosen here.
 """
 
 from __future__ import annotations

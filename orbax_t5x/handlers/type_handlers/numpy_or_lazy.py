@@ -1,10 +1,8 @@
 """Type handler for NumPy and lazy arrays.
 
-It replaces the handler for NumPy arrays in a table of Orbax's.
-
-On disk a lazy array is the NumPy array of its values, recorded as such: anyone restores it. It is read and written
-chunk by chunk in bounded memory, by each process its work share of the chunks. All other leaves go to the replaced
-handler.
+It replaces the handler for NumPy arrays in a table of Orbax's. On disk a lazy array is the NumPy array of its values,
+recorded as such: anyone restores it. It is read and written chunk by chunk in bounded memory, by each process its work
+share of the chunks. All other leaves go to the replaced handler.
 """
 
 from __future__ import annotations
@@ -55,9 +53,7 @@ def is_numpy_or_lazy(leaf_type: Any) -> bool:
 class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
     """Handler for NumPy arrays, and for lazy arrays in chunks.
 
-    NumPy arrays go to the handler `below`.
-
-    Several `settings` may be active; the last one is used.
+    NumPy arrays go to the handler `below`. Several `settings` may be active; the last one is used.
     """
 
     def __init__(self, below: Any):

@@ -1,11 +1,9 @@
 """Snapshots of arrays in memory for asynchronous saves.
 
-Views over them are written later, with the values at the save's begin.
-
-The caller of an asynchronous save may overwrite NumPy arrays, and donate `jax.Array`s, as soon as it returns. NumPy
-arrays are copied; of a `jax.Array` the host's copy of each shard that is replica 0 is kept, which on CPU is the shard's
-own memory. Views over them are computed a chunk at a time, so no array that a transform makes is ever whole on the
-host.
+Views over them are written later, with the values at the save's begin. The caller of an asynchronous save may overwrite
+NumPy arrays, and donate `jax.Array`s, as soon as it returns. NumPy arrays are copied; of a `jax.Array` the host's copy
+of each shard that is replica 0 is kept, which on CPU is the shard's own memory. Views over them are computed a chunk at
+a time, so no array that a transform makes is ever whole on the host.
 """
 
 from __future__ import annotations

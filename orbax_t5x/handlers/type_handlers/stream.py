@@ -70,11 +70,9 @@ class WriteJob(NamedTuple):
 class ChunkWriter:
     """Writer of the lazy arrays of a save.
 
-    It reads `snapshots` of leaves in memory, as they were at its begin.
-
-    Jobs come from Orbax, which knows where arrays go. They are written at once in Orbax's background thread, or,
-    deferred, when `run_deferred` is called: a long write that the caller waits for must be stoppable by an interrupt,
-    without leaving writers behind.
+    It reads `snapshots` of leaves in memory, as they were at its begin. Jobs come from Orbax, which knows where arrays
+    go. They are written at once in Orbax's background thread, or, deferred, when `run_deferred` is called: a long write
+    that the caller waits for must be stoppable by an interrupt, without leaving writers behind.
     """
 
     def __init__(
@@ -134,9 +132,8 @@ class ChunkWriter:
     async def write(self, jobs: Sequence[WriteJob]) -> None:
         """Writes lazy arrays to disk and compares checksums.
 
-        It returns when they are on disk and agree with their source's checksums.
-
-        When it raises, nothing is being written any more.
+        It returns when they are on disk and agree with their source's checksums. When it raises, nothing is being
+        written any more.
         """
         stats = ReadStats("touched", self._limit)
         with shown_progress(self._progress, "saving") as on_progress:

@@ -1,8 +1,7 @@
 """Finds leaves that Orbax cannot store.
 
-By their types and dtypes, before Orbax tries.
-
-There is no list of types here: TensorStore decides about dtypes, and the table of type handlers about types.
+By their types and dtypes, before Orbax tries. There is no list of types here: TensorStore decides about dtypes, and the
+table of type handlers about types.
 """
 
 from __future__ import annotations

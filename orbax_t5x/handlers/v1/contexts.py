@@ -28,11 +28,10 @@ def context(
 ) -> v1.Context:
     """Makes a context for Orbax v1 with our handler.
 
-    Its registry is its own.
-
-    In it `ocp.save` and all other functions of Orbax save trees with our handler, under whatever name, and load
-    what is wrapped in an `AbstractTrainState`. Handlers of your own keep what they can handle. Set further options on
-    what is returned, before you enter it: `made = ot.v1.context(); made.array.saving.use_zarr3 = False`.
+    Its registry is its own. In it `ocp.save` and all other functions of Orbax save trees with our handler, under
+    whatever name, and load what is wrapped in an `AbstractTrainState`. Handlers of your own keep what they can handle.
+    Set further options on what is returned, before you enter it: `made = ot.v1.context(); made.array.saving.use_zarr3 =
+    False`.
 
     Args:
       base: whose options the new context has; None for Orbax's defaults, as in `ocp.Context`.
@@ -182,11 +181,9 @@ def _with_handler(
 ) -> v1.handlers.CheckpointableHandlerRegistry:
     """Copies a registry with our handler for `PyTreeHandler`.
 
-    It comes before users' handlers.
-
-    Of handlers that can handle something, Orbax takes the last. `PyTreeHandler` stays, for trees that are loaded
-    without a plan. What it saved is ours to load, whatever its name: so our handler claims its recorded types.
-    Trees that no handler can save are refused by ours: that handler is the first.
+    It comes before users' handlers. Of handlers that can handle something, Orbax takes the last. `PyTreeHandler` stays,
+    for trees that are loaded without a plan. What it saved is ours to load, whatever its name: so our handler claims
+    its recorded types. Trees that no handler can save are refused by ours: that handler is the first.
     """
     stock = v1.handlers.PyTreeHandler
     entries = given.get_all_entries()

@@ -55,12 +55,10 @@ class SaveOptions:
 class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
     """Handler that saves plain Orbax and loads any format.
 
-    It saves train states and other trees.
-
-    It is public as `orbax_t5x.v1.TrainStateHandler`; `orbax_t5x.v1.context` registers it. Saving is `PyTreeHandler`'s;
-    added are checks before anything is written, checksums, and the record of provenance. A T5X train state is written
-    by its state dict. Loading into an `AbstractTrainState`, or into a T5X train state, is `orbax_t5x.restore`; anything
-    else is loaded by `PyTreeHandler`.
+    It saves train states and other trees. It is public as `orbax_t5x.v1.TrainStateHandler`; `orbax_t5x.v1.context`
+    registers it. Saving is `PyTreeHandler`'s; added are checks before anything is written, checksums, and the record of
+    provenance. A T5X train state is written by its state dict. Loading into an `AbstractTrainState`, or into a T5X
+    train state, is `orbax_t5x.restore`; anything else is loaded by `PyTreeHandler`.
     """
 
     options: ClassVar[SaveOptions] = SaveOptions()

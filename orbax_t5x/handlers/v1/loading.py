@@ -112,11 +112,9 @@ def load_and_transform(
 ) -> Any:
     """Loads any format into a target, transformed on the way.
 
-    It is `orbax_t5x.restore` among v1's functions.
-
-    It works inside any Orbax context and outside; of the active one, `memory.read_concurrent_bytes` bounds the host
-    buffers, and `multiprocessing` says which processes load together. In `orbax_t5x.v1.context` it is a load of that
-    context, which later saves record.
+    It is `orbax_t5x.restore` among v1's functions. It works inside any Orbax context and outside; of the active one,
+    `memory.read_concurrent_bytes` bounds the host buffers, and `multiprocessing` says which processes load together. In
+    `orbax_t5x.v1.context` it is a load of that context, which later saves record.
 
     Args:
       path: of the checkpoint, of any format, local or remote; an opened checkpoint, an `orbax_t5x.Source`, or a mapping

@@ -1,14 +1,12 @@
 """`convert`: a checkpoint as an Orbax item or safetensors files.
 
-It is written leaf by leaf and chunk by chunk.
-
-The source is planned like a restore of everything, so transforms compose views, and nothing is read before everything
-is known to be storable. Then blocks of views are written into a directory beside the destination, under a hidden name,
-and noted in a journal when they are on disk; checksums of the source are compared; at the end everything is synced and
-moved to the destination, which is unchanged until then. A failure or an interrupt leaves nothing. A kill, or an
-interrupt while other processes may be writing, leaves that directory, and the same conversion, called again, verifies
-the blocks in it and writes the rest. Memory: `memory_limit_bytes` in each process, whatever the size of a leaf, as long
-as the source's own chunks are smaller.
+It is written leaf by leaf and chunk by chunk. The source is planned like a restore of everything, so transforms compose
+views, and nothing is read before everything is known to be storable. Then blocks of views are written into a directory
+beside the destination, under a hidden name, and noted in a journal when they are on disk; checksums of the source are
+compared; at the end everything is synced and moved to the destination, which is unchanged until then. A failure or an
+interrupt leaves nothing. A kill, or an interrupt while other processes may be writing, leaves that directory, and the
+same conversion, called again, verifies the blocks in it and writes the rest. Memory: `memory_limit_bytes` in each
+process, whatever the size of a leaf, as long as the source's own chunks are smaller.
 """
 
 from __future__ import annotations

@@ -95,9 +95,7 @@ class LocalDestination(Destination):
 def staging_directory(url: str) -> Path:
     """Returns the local path for making a URL's checkpoint.
 
-    It is below `TMPDIR`, or in `/var/tmp`.
-
-    That is kept when the machine is started again, other than `/tmp`.
+    It is below `TMPDIR`, or in `/var/tmp`. That is kept when the machine is started again, other than `/tmp`.
     """
     parent = os.environ.get("TMPDIR") or "/var/tmp"
     return Path(parent) / f"orbax-t5x-{hashlib.sha256(url.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}"

@@ -1,10 +1,9 @@
 """Identifies a conversion for resuming.
 
-A killed conversion is resumed only if the same blocks would be written.
-
-A view is identified by its nodes, so that the same transforms under another name, or a lambda, are the same; a stored
-leaf by its name, with a stamp of the checkpoint's files; a constant by its contents. A view that a function computes,
-and a source without local files, cannot be identified: such a conversion always begins anew.
+A killed conversion is resumed only if the same blocks would be written. A view is identified by its nodes, so that the
+same transforms under another name, or a lambda, are the same; a stored leaf by its name, with a stamp of the
+checkpoint's files; a constant by its contents. A view that a function computes, and a source without local files,
+cannot be identified: such a conversion always begins anew.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Journal of a process's durable blocks, with their checksums.
 
-It is in the work directory of the conversion.
-
-A line is added when a block and the directories above it are on disk, so that a journal is true after a kill at any
-moment. Each line begins with the crc32c of the rest: a torn line ends the journal. The first line identifies the
-conversion. The process that writes a journal holds a lock on it, which ends with the process.
+It is in the work directory of the conversion. A line is added when a block and the directories above it are on disk, so
+that a journal is true after a kill at any moment. Each line begins with the crc32c of the rest: a torn line ends the
+journal. The first line identifies the conversion. The process that writes a journal holds a lock on it, which ends with
+the process.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ class SourceRange(NamedTuple):
 class JournalEntry(NamedTuple):
     """A durable block: its number and its checksums.
 
-    They are of its elements and of the ranges read for it.
-
-    The latter, with those of the other blocks, verify the source.
+    They are of its elements and of the ranges read for it. The latter, with those of the other blocks, verify the
+    source.
     """
 
     block: int

@@ -1,9 +1,7 @@
 """Removes a killed writer's remains from an OCDBT database.
 
-They are keys that may be incomplete, and unreferenced files.
-
-A database is consistent at any moment, because a commit replaces its manifest atomically. Data in flight at a kill
-stays in files that no manifest refers to.
+They are keys that may be incomplete, and unreferenced files. A database is consistent at any moment, because a commit
+replaces its manifest atomically. Data in flight at a kill stays in files that no manifest refers to.
 """
 
 from __future__ import annotations
@@ -24,10 +22,8 @@ _LOCATION = re.compile(r"\w+:([^:]*):([^:]+):\d+:\d+")
 def remove_lock_files(directory: Path) -> None:
     """Removes the locks of killed writers.
 
-    The database is not open.
-
-    TensorStore writes a manifest into its lock file, which it then renames. It reuses a lock file that exists, and the
-    old bytes beyond the end of the new manifest then corrupt it.
+    The database is not open. TensorStore writes a manifest into its lock file, which it then renames. It reuses a lock
+    file that exists, and the old bytes beyond the end of the new manifest then corrupt it.
     """
     for path in directory.rglob("*.__lock"):
         path.unlink()

@@ -1,9 +1,8 @@
 """Interface between a conversion and an output format.
 
-Options, the arrays to write, and the steps of writing.
-
-The work directory of a conversion holds journals, and beside them the format's own files. Blocks go into files that
-belong to one journal, by its number, so that two processes, or one after a killed one, never write the same bytes.
+Options, the arrays to write, and the steps of writing. The work directory of a conversion holds journals, and beside
+them the format's own files. Blocks go into files that belong to one journal, by its number, so that two processes, or
+one after a killed one, never write the same bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Cuts arrays into blocks and divides them among processes.
 
-Pure geometry.
-
-A block is read, written and noted in a journal at once: one chunk of one array. All processes of a conversion, and a
-later one that resumes it, cut alike, so that the number of a block means the same to each.
+Pure geometry. A block is read, written and noted in a journal at once: one chunk of one array. All processes of a
+conversion, and a later one that resumes it, cut alike, so that the number of a block means the same to each.
 """
 
 from __future__ import annotations

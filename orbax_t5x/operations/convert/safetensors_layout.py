@@ -1,11 +1,10 @@
 """Safetensors files as Transformers saves a model.
 
-The layout is planned first, then bytes are written.
-
-A model of up to `MAX_FILE_BYTES` is `model.safetensors`; a larger one is `model-00001-of-0000N.safetensors` and so on,
-with an index that maps each tensor to its file. Tensors are taken in order of their names; within a file those of wide
-dtypes come first, as the format's own library writes them, so that each is aligned. The layout is pure geometry; the
-files get their full size, and the blocks of a tensor are then written in any order.
+The layout is planned first, then bytes are written. A model of up to `MAX_FILE_BYTES` is `model.safetensors`; a larger
+one is `model-00001-of-0000N.safetensors` and so on, with an index that maps each tensor to its file. Tensors are taken
+in order of their names; within a file those of wide dtypes come first, as the format's own library writes them, so that
+each is aligned. The layout is pure geometry; the files get their full size, and the blocks of a tensor are then written
+in any order.
 """
 
 from __future__ import annotations

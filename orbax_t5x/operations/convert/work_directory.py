@@ -1,10 +1,8 @@
 """The work directory beside a conversion's destination.
 
-The renames at the end are here, too.
-
-Each destination has one, and the converting process holds a lock on it, which ends with the process: a second
-conversion to the same destination is refused while the first runs. A killed conversion leaves its directory behind; the
-next one resumes with its contents, or empties it.
+The renames at the end are here, too. Each destination has one, and the converting process holds a lock on it, which
+ends with the process: a second conversion to the same destination is refused while the first runs. A killed conversion
+leaves its directory behind; the next one resumes with its contents, or empties it.
 
 Whoever may write beside the destination can make a directory of that name first. Only a directory that the effective
 user owns, that no other user may write, and that holds nothing but files and directories of a conversion is used; any

@@ -1,10 +1,8 @@
 """Compares pairs of arrays block by block, in bounded memory.
 
-Several blocks are read at a time.
-
-A block is the same box of both sides. Which boxes those are is decided once for each pair, from what reading one of
-them would decode: a chunk of either side is not cut where that can be had, so that it is decoded once. What cannot be
-read of one array is an outcome of that pair, and the others go on.
+Several blocks are read at a time. A block is the same box of both sides. Which boxes those are is decided once for each
+pair, from what reading one of them would decode: a chunk of either side is not cut where that can be had, so that it is
+decoded once. What cannot be read of one array is an outcome of that pair, and the others go on.
 """
 
 from __future__ import annotations

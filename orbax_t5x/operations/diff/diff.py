@@ -57,10 +57,9 @@ def diff(
 ) -> DiffReport:
     """Compares two checkpoints, of any formats and in any stores.
 
-    In a job every process calls this, and reads its share of the leaves.
-
-    Only arrays are compared: None and empty containers have no values, and some formats no place for them. Values of
-    different dtypes are compared in a type that has both, NaN equals NaN, and -0 equals 0.
+    In a job every process calls this, and reads its share of the leaves. Only arrays are compared: None and empty
+    containers have no values, and some formats no place for them. Values of different dtypes are compared in a type
+    that has both, NaN equals NaN, and -0 equals 0.
 
     Args:
       a, b: as `orbax_t5x.restore` takes its source: paths, open checkpoints, `orbax_t5x.Source` with transforms of its

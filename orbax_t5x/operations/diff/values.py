@@ -1,11 +1,9 @@
 """Compares the elements of two arrays.
 
-How many differ, by how much, and at which index most.
-
-Pure: arrays in memory, a few thousand elements at a time, so that what is computed beside them stays small. NaN equals
-NaN and differs from every number, -0 equals 0, an infinity equals only itself. Numbers are compared by value: integers
-as integers, without overflow; floats, and integers with floats, in float64, which has every value of narrower floats;
-complex numbers in complex128.
+How many differ, by how much, and at which index most. Pure: arrays in memory, a few thousand elements at a time, so
+that what is computed beside them stays small. NaN equals NaN and differs from every number, -0 equals 0, an infinity
+equals only itself. Numbers are compared by value: integers as integers, without overflow; floats, and integers with
+floats, in float64, which has every value of narrower floats; complex numbers in complex128.
 """
 
 from __future__ import annotations

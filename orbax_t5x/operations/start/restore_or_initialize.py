@@ -1,11 +1,10 @@
 """`restore_or_initialize`: a training job's only start.
 
-It is for the first time and after every preemption.
-
-Three ways, in this order: the newest good step of the manager's own root; a checkpoint to begin with, mapped by
-transforms; the functions that initialise a model. The manager lists the steps and their directories; they are opened
-and read by our own readers, so that it does not matter which handler wrote them. Over several processes all take the
-same step: the primary's list of steps counts, and after each attempt all receive the outcomes of the others.
+It is for the first time and after every preemption. Three ways, in this order: the newest good step of the manager's
+own root; a checkpoint to begin with, mapped by transforms; the functions that initialise a model. The manager lists the
+steps and their directories; they are opened and read by our own readers, so that it does not matter which handler wrote
+them. Over several processes all take the same step: the primary's list of steps counts, and after each attempt all
+receive the outcomes of the others.
 """
 
 from __future__ import annotations
@@ -124,11 +123,10 @@ def restore_or_initialize(
 ) -> TrainingStart[Any]:
     """Starts a training job.
 
-    From its own newest step, else from a checkpoint to begin with, else from scratch.
-
-    Call it at every start, with the same arguments. What was applied when the run began is recorded by the first save
-    of an `orbax_t5x.TrainStateHandler` below the manager's root, or in an `orbax_t5x.v1.context`, and no rule is
-    applied twice.
+    From its own newest step, else from a checkpoint to begin with, else from scratch. Call it at every start, with the
+    same arguments. What was applied when the run began is recorded by the first save of an
+    `orbax_t5x.TrainStateHandler` below the manager's root, or in an `orbax_t5x.v1.context`, and no rule is applied
+    twice.
 
     Args:
       manager: any `ocp.CheckpointManager`, with whichever handlers, or Orbax v1's `training.Checkpointer`; steps that

@@ -1,11 +1,9 @@
 """Verification of a whole checkpoint by its checksums.
 
-Every byte of every leaf is read once.
-
-Leaves are read one after the other, in blocks that follow the stored chunks, so that memory is bounded by one row of
-chunks. TensorFlow bundles have a checksum of each tensor, Orbax items the file of checksums that this package's saves
-write, zarr arrays perhaps one of each chunk, by their codec. A leaf without one is read all the same: a chunk that is
-missing or cannot be decoded is damage, too.
+Every byte of every leaf is read once. Leaves are read one after the other, in blocks that follow the stored chunks, so
+that memory is bounded by one row of chunks. TensorFlow bundles have a checksum of each tensor, Orbax items the file of
+checksums that this package's saves write, zarr arrays perhaps one of each chunk, by their codec. A leaf without one is
+read all the same: a chunk that is missing or cannot be decoded is damage, too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Probes a path for the decision of its format.
 
-Names and a few bytes are read once, without blocking.
-
-A `PathProbe` is plain data; the recognisers of the formats are functions of it, and reach the file system only through
-this module. The path itself is trusted. Names below it are probed through the root's resolver: a link
-that leads out is never followed, a FIFO or a device never opened.
+Names and a few bytes are read once, without blocking. A `PathProbe` is plain data; the recognisers of the formats are
+functions of it, and reach the file system only through this module. The path itself is trusted. Names below it are
+probed through the root's resolver: a link that leads out is never followed, a FIFO or a device never opened.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Flax msgpack files: state dicts of `flax.serialization`.
 
-Hugging Face's Flax models are among them.
-
-Opening walks over the headers of the files; the bytes of arrays are read by range when they are wanted. The format
-keeps no checksum.
+Hugging Face's Flax models are among them. Opening walks over the headers of the files; the bytes of arrays are read by
+range when they are wanted. The format keeps no checksum.
 """
 
 from __future__ import annotations

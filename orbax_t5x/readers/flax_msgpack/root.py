@@ -1,9 +1,7 @@
 """Roots of `flax.training.checkpoints`, with a file per step.
 
-A file is called `checkpoint_3`, or has another prefix.
-
-Flax numbers steps by whole numbers or by others, such as a metric. It writes under the name `checkpoint_tmp` and
-renames, so that a file with a number is finished.
+A file is called `checkpoint_3`, or has another prefix. Flax numbers steps by whole numbers or by others, such as a
+metric. It writes under the name `checkpoint_tmp` and renames, so that a file with a number is finished.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The msgpack file of an early Orbax item.
 
-It is a tree, with values that later Orbax stores in arrays of their own.
-
-Early Orbax wrote small values, or all of them, into one file `checkpoint`; a text `PLACEHOLDER://name` refers to an
-array in the directory of that name. The first versions wrote no `_METADATA`, so that only this file names the leaves
-there are; later ones wrote both, and values that `_METADATA` calls skipped are here.
+It is a tree, with values that later Orbax stores in arrays of their own. Early Orbax wrote small values, or all of
+them, into one file `checkpoint`; a text `PLACEHOLDER://name` refers to an array in the directory of that name. The
+first versions wrote no `_METADATA`, so that only this file names the leaves there are; later ones wrote both, and
+values that `_METADATA` calls skipped are here.
 """
 
 from __future__ import annotations

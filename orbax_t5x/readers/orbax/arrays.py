@@ -1,10 +1,8 @@
 """The arrays of an Orbax item, opened many at a time.
 
-Each becomes a leaf, or a broken leaf with its error.
-
-Opening gives shape and dtype and reads some hundred bytes per array. Before TensorStore sees an array, the files that
-hold it (its own directory, or the database of the whole item) are proven plain and remembered, so that a later read
-notices when they have changed.
+Each becomes a leaf, or a broken leaf with its error. Opening gives shape and dtype and reads some hundred bytes per
+array. Before TensorStore sees an array, the files that hold it (its own directory, or the database of the whole item)
+are proven plain and remembered, so that a later read notices when they have changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Finds the files of an Orbax item beside its list of names.
 
-They are strings, checksums, metadata of arrays, a database.
-
-A local item is listed, and what TensorStore will open is proven to be plain files inside the root. Of a remote one
-the files that Orbax may have written are statted: web servers list nothing, and a list of a bucket names every chunk.
+They are strings, checksums, metadata of arrays, a database. A local item is listed, and what TensorStore will open is
+proven to be plain files inside the root. Of a remote one the files that Orbax may have written are statted: web servers
+list nothing, and a list of a bucket names every chunk.
 """
 
 from __future__ import annotations

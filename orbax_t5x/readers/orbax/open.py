@@ -1,12 +1,10 @@
 """Checkpoints that Orbax wrote, T5X's among them.
 
-Roots, steps and items become leaves that TensorStore reads.
-
-An item's `_METADATA` names the leaves; every array is opened (for its shape and dtype, some hundred bytes each) with a
-spec of our own and nothing else is read. A step's items are its subdirectories with that file. The files' contents
-decide no path outside the directory that was opened, no class and no setting: before TensorStore sees a directory,
-everything in it has been proven to be a plain file inside the root. A leaf whose array cannot be opened is listed with
-its error; the others can be read.
+Roots, steps and items become leaves that TensorStore reads. An item's `_METADATA` names the leaves; every array is
+opened (for its shape and dtype, some hundred bytes each) with a spec of our own and nothing else is read. A step's
+items are its subdirectories with that file. The files' contents decide no path outside the directory that was opened,
+no class and no setting: before TensorStore sees a directory, everything in it has been proven to be a plain file inside
+the root. A leaf whose array cannot be opened is listed with its error; the others can be read.
 """
 
 from __future__ import annotations

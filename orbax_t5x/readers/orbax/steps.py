@@ -224,11 +224,9 @@ def _is_remote_step(directory: str) -> bool:
 def newest_first(root: str, found: Subdirectories | None = None) -> Iterator[Step]:
     """Yields the finished steps of a root, newest first.
 
-    An older step costs nothing until it is asked for.
-
-    A step in place of a rename (where a file system has none, or by Orbax's option) looks finished before it is. Orbax
-    wrote the mark from some version on whichever way it takes, so the mark is required only after a step with it, and
-    never of T5X's own steps, which have no metadata of Orbax.
+    An older step costs nothing until it is asked for. A step in place of a rename (where a file system has none, or by
+    Orbax's option) looks finished before it is. Orbax wrote the mark from some version on whichever way it takes, so
+    the mark is required only after a step with it, and never of T5X's own steps, which have no metadata of Orbax.
     """
     inside, outside = subdirectories(root) if found is None else found
     links = set(steps_named(outside))

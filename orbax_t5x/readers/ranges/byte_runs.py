@@ -1,11 +1,9 @@
 """Index boxes of a row-major array as byte runs and windows.
 
-Pure geometry on integers, no bytes.
-
-The bound: nothing is listed per row where rows repeat. A `Run` is a whole lattice of equal byte ranges, so the
-columns of a matrix of any height are one run. Runs closer than `max_gap` become one, which is the only place where
-over-reading is decided. A window is a box of the array, small enough for a staging buffer, that is an index box and
-one byte range at once.
+Pure geometry on integers, no bytes. The bound: nothing is listed per row where rows repeat. A `Run` is a whole lattice
+of equal byte ranges, so the columns of a matrix of any height are one run. Runs closer than `max_gap` become one, which
+is the only place where over-reading is decided. A window is a box of the array, small enough for a staging buffer, that
+is an index box and one byte range at once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Checksums of a leaf, combined from those of the ranges that were read.
 
-All processes together read the ranges.
-
-Ranges may come in any order, twice, or overlap (replicas read what others read). A range counts as verified when it is
-on a chain of them, each beginning where the one before ends, from the first byte to the last; wherever two chains meet
-they must agree. Columns (`ChecksummedRange.times`) that are side by side are first joined to whole rows.
+All processes together read the ranges. Ranges may come in any order, twice, or overlap (replicas read what others
+read). A range counts as verified when it is on a chain of them, each beginning where the one before ends, from the
+first byte to the last; wherever two chains meet they must agree. Columns (`ChecksummedRange.times`) that are side by
+side are first joined to whole rows.
 """
 
 from __future__ import annotations

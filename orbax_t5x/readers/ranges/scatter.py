@@ -1,10 +1,8 @@
 """Copies from a window of stored bytes to buffers of boxes.
 
-The elements are NumPy's.
-
-Most elements are in memory as they are in the file. Three kinds are not: those of the other byte order, those of fewer
-than eight bits (stored one to a byte, with bits above them that mean nothing), and bools, of which a byte other than 0
-and 1 makes no value at all.
+The elements are NumPy's. Most elements are in memory as they are in the file. Three kinds are not: those of the other
+byte order, those of fewer than eight bits (stored one to a byte, with bits above them that mean nothing), and bools, of
+which a byte other than 0 and 1 makes no value at all.
 """
 
 from __future__ import annotations
@@ -71,9 +69,8 @@ def _swapped(values: np.ndarray) -> np.ndarray:
 class _ScatterTarget(NamedTuple):
     """A request: outer ranges, cut range and inner slices.
 
-    Windows cut the middle range.
-
-    Of several requests together, `out` has one dimension more: an inner one is split in their number and their width.
+    Windows cut the middle range. Of several requests together, `out` has one dimension more: an inner one is split in
+    their number and their width.
     """
 
     outer: tuple[tuple[int, int], ...]

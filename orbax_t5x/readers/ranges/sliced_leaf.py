@@ -1,9 +1,7 @@
 """Leaf in slices, as of a partitioned TensorFlow variable.
 
-Each slice has a byte range and a checksum of its own.
-
-A read of a box touches the slices that the box meets, and no others. The checksummed extent of the leaf is its slices'
-extents one after the other, in the order of the slices.
+Each slice has a byte range and a checksum of its own. A read of a box touches the slices that the box meets, and no
+others. The checksummed extent of the leaf is its slices' extents one after the other, in the order of the slices.
 """
 
 from __future__ import annotations

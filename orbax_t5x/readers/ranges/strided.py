@@ -1,10 +1,9 @@
 """An array at any strides in a byte range, read by box.
 
-It is transposed, repeated, or a slice of a larger array.
-
-Its dimensions in the order of their strides are the dimensions of a row-major array, of which it is a box; a request is
-one to that array, with its buffer's dimensions in that order. Where a stride is no multiple of the next one (every
-second column of an odd number), there is such an array for each index of the dimensions before.
+It is transposed, repeated, or a slice of a larger array. Its dimensions in the order of their strides are the
+dimensions of a row-major array, of which it is a box; a request is one to that array, with its buffer's dimensions in
+that order. Where a stride is no multiple of the next one (every second column of an odd number), there is such an array
+for each index of the dimensions before.
 """
 
 from __future__ import annotations

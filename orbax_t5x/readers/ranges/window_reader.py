@@ -1,10 +1,8 @@
 """Reader of a file's headers through a moving window.
 
-The bytes between are skipped, never read.
-
-After a jump over an array the window is small, and it doubles while headers follow each other, so that a file of a few
-large arrays costs some KiB per array and a file of many small values is read in few pieces. Every length is compared
-with what is left of the file before anything else happens with it.
+The bytes between are skipped, never read. After a jump over an array the window is small, and it doubles while headers
+follow each other, so that a file of a few large arrays costs some KiB per array and a file of many small values is read
+in few pieces. Every length is compared with what is left of the file before anything else happens with it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The header of a safetensors file, with every bound proven.
 
-This comes before a byte of data is read.
-
-The file is an 8-byte little-endian length, that many bytes of JSON, and data. The tensors' byte ranges follow one
-another from 0 to the end of the file without holes or overlaps, each as long as its shape and dtype require, so a
-proven header cannot make a reader leave the file, read bytes twice or miss some. Pure: bytes and numbers in, entries
-out.
+This comes before a byte of data is read. The file is an 8-byte little-endian length, that many bytes of JSON, and data.
+The tensors' byte ranges follow one another from 0 to the end of the file without holes or overlaps, each as long as its
+shape and dtype require, so a proven header cannot make a reader leave the file, read bytes twice or miss some. Pure:
+bytes and numbers in, entries out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Safetensors checkpoints: a file or a directory of files.
 
-With or without an index; boxes are read by byte range.
-
-Opening reads the headers and `config.json`, nothing else; `_safetensors_header` proves them against the files' sizes. A
-name is in exactly one file: where an index names it, it must be there. The files are plain files inside the
-directory, or blobs of the Hugging Face hub cache that a snapshot links to. The format keeps no checksum.
+With or without an index; boxes are read by byte range. Opening reads the headers and `config.json`, nothing else;
+`_safetensors_header` proves them against the files' sizes. A name is in exactly one file: where an index names it, it
+must be there. The files are plain files inside the directory, or blobs of the Hugging Face hub cache that a snapshot
+links to. The format keeps no checksum.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The zarr arrays of a T5X checkpoint.
 
-A spec's directory becomes a leaf, or a broken leaf with its error.
-
-Opening looks at the array's directory, at any depth, and reads `.zarray` through the root's resolver: TensorStore
-follows links and waits on FIFOs, so every file that it may open must be a plain file inside the checkpoint.
-TensorStore gets our own spec and our own metadata, and reads nothing before a box is wanted; then the files are looked
-at once more.
+A spec's directory becomes a leaf, or a broken leaf with its error. Opening looks at the array's directory, at any
+depth, and reads `.zarray` through the root's resolver: TensorStore follows links and waits on FIFOs, so every file that
+it may open must be a plain file inside the checkpoint. TensorStore gets our own spec and our own metadata, and reads
+nothing before a box is wanted; then the files are looked at once more.
 """
 
 from __future__ import annotations

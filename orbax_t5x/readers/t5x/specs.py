@@ -1,13 +1,11 @@
 """The TensorStore specs in a T5X `checkpoint` file.
 
-The schema is strict: only a directory, a shape and a dtype are taken.
-
-A spec sets where and how TensorStore shall read, and the file that holds it is input from outside. None is ever handed
-to TensorStore: the directory must be a relative path inside the checkpoint, shape and dtype are compared with the
-array's own `.zarray`, and the rest is either known and without meaning for reading, or an error. T5X wrote specs of
-three ages: the kvstore's driver is `file`, `gfile` or `gcs` (with any bucket: the arrays are beside the file wherever
-that is now), the path is in the kvstore or beside it, and old ones repeat the whole zarr metadata and an identity
-transform. Pure: a map in, a record or an error out.
+The schema is strict: only a directory, a shape and a dtype are taken. A spec sets where and how TensorStore shall read,
+and the file that holds it is input from outside. None is ever handed to TensorStore: the directory must be a relative
+path inside the checkpoint, shape and dtype are compared with the array's own `.zarray`, and the rest is either known
+and without meaning for reading, or an error. T5X wrote specs of three ages: the kvstore's driver is `file`, `gfile` or
+`gcs` (with any bucket: the arrays are beside the file wherever that is now), the path is in the kvstore or beside it,
+and old ones repeat the whole zarr metadata and an identity transform. Pure: a map in, a record or an error out.
 """
 
 from __future__ import annotations
@@ -50,9 +48,8 @@ _METADATA_KEYS = frozenset(
 class ArraySpec:
     """Directory, shape and dtype in an array's spec.
 
-    The directory is relative to the checkpoint's.
-
-    The shape is None where the spec does not record it; the dtype has TensorStore's name, zarr's, both, or none.
+    The directory is relative to the checkpoint's. The shape is None where the spec does not record it; the dtype has
+    TensorStore's name, zarr's, both, or none.
     """
 
     directory: str

@@ -1,10 +1,8 @@
 """`.zarray` of a zarr v2 array, by a strict schema.
 
-Shape, dtype, chunks and codec of a T5X leaf.
-
-The bounds that its fields must keep are proven here; `spec` then is what TensorStore gets, written anew from the
-fields, so that TensorStore reads no metadata of its own and nothing unknown reaches it. Pure: bytes in, a record or an
-error out.
+Shape, dtype, chunks and codec of a T5X leaf. The bounds that its fields must keep are proven here; `spec` then is what
+TensorStore gets, written anew from the fields, so that TensorStore reads no metadata of its own and nothing unknown
+reaches it. Pure: bytes in, a record or an error out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Makes leaves of the entries of a bundle's index.
 
-Every number in an entry is proven against the files first.
-
-An entry that cannot be right makes its own leaf unreadable and no other: the leaf is listed, with its shape and dtype
-where these are known, and using it raises what is wrong. Shards are measured (`fstat`), never read. Nothing is sized by
-an entry's numbers.
+Every number in an entry is proven against the files first. An entry that cannot be right makes its own leaf unreadable
+and no other: the leaf is listed, with its shape and dtype where these are known, and using it raises what is wrong.
+Shards are measured (`fstat`), never read. Nothing is sized by an entry's numbers.
 """
 
 from __future__ import annotations

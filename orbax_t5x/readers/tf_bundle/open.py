@@ -1,11 +1,9 @@
 """TensorFlow V2 tensor bundles, without TensorFlow.
 
-Mesh TensorFlow wrote the public T5 checkpoints in this format.
-
-Opening reads the index, a few hundred kilobytes for the largest T5, and measures the shards. A leaf is a byte range of
-a shard; any box of it is read by range into the buffer that wants it, and its checksum is compared wherever all of it
-was read. An index that breaks a rule of its format is refused as a whole; an entry that makes no sense costs its own
-leaf only. No name in a file leads out of the directory.
+Mesh TensorFlow wrote the public T5 checkpoints in this format. Opening reads the index, a few hundred kilobytes for the
+largest T5, and measures the shards. A leaf is a byte range of a shard; any box of it is read by range into the buffer
+that wants it, and its checksum is compared wherever all of it was read. An index that breaks a rule of its format is
+refused as a whole; an entry that makes no sense costs its own leaf only. No name in a file leads out of the directory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """LevelDB tables, read from end to end.
 
-The index of a TensorFlow bundle is such a table.
-
-A table is blocks of sorted, prefix-compressed entries, an index block with their offsets, and a footer with
-where that is. Everything is proven before it is used: a length is compared with the file and the limits before anything
-is allocated, each block is read once and its checksum holds, blocks follow one another, keys ascend strictly
-through the whole table, and every restart point is an entry. One block is in memory at a time. A table that breaks a
-rule gives no entries beyond the breach: readers that seek through such a table would silently miss some.
+The index of a TensorFlow bundle is such a table. A table is blocks of sorted, prefix-compressed entries, an index block
+with their offsets, and a footer with where that is. Everything is proven before it is used: a length is compared with
+the file and the limits before anything is allocated, each block is read once and its checksum holds, blocks follow one
+another, keys ascend strictly through the whole table, and every restart point is an entry. One block is in memory at a
+time. A table that breaks a rule gives no entries beyond the breach: readers that seek through such a table would
+silently miss some.
 """
 
 from __future__ import annotations

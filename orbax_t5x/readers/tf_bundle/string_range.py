@@ -1,9 +1,8 @@
 """The string tensors of a TensorFlow bundle.
 
-Varint lengths, a checksum over them, then the strings end to end.
-
-The offset of a string follows only from all lengths, so an entry is read whole for any box. Nothing is sized
-by the number of elements that an entry claims before that number of lengths has been found in its bytes.
+Varint lengths, a checksum over them, then the strings end to end. The offset of a string follows only from all lengths,
+so an entry is read whole for any box. Nothing is sized by the number of elements that an entry claims before that
+number of lengths has been found in its bytes.
 """
 
 from __future__ import annotations

@@ -71,10 +71,8 @@ def divide(
 
     `joins` puts pieces without common bytes into one chunk.
 
-    None: no process can read some chunk.
-
-    Values in memory are those of one process, and may be sharded: what is made with them is read by a process that
-    needs all of it.
+    None: no process can read some chunk. Values in memory are those of one process, and may be sharded: what is made
+    with them is read by a process that needs all of it.
     """
     needers = {id(one.entry): one.needers for one in cluster}
     has_values = any(leaf.is_value for one in cluster for leaf in one.leaves)
@@ -179,9 +177,8 @@ def _cut(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
 def _cut_rows(pieces: list[Piece], chunk_bytes: int) -> tuple[list[list[Piece]], list[Piece]]:
     """Cuts pieces of a byte range with the same rows.
 
-    The result is as in general, but all at once; the rest is returned.
-
-    Each of many processes needs a piece of each of many chunks: what is looked at again for each chunk costs most.
+    The result is as in general, but all at once; the rest is returned. Each of many processes needs a piece of each of
+    many chunks: what is looked at again for each chunk costs most.
     """
     first = pieces[0]
     if first.view.leaf is None or first.view.leaf.chunks is not None or len(first.box) < 2:
@@ -206,10 +203,8 @@ def _cut_rows(pieces: list[Piece], chunk_bytes: int) -> tuple[list[list[Piece]],
 def with_neighbours(leaf: Leaf, boxes: Iterable[Box]) -> int:
     """Counts as `stored_bytes`, but joins neighbours.
 
-    Pieces in the same run of a byte range count as stored together.
-
-    Columns of an array are read over the gaps between them: two processes that read some of one row would read it
-    twice.
+    Pieces in the same run of a byte range count as stored together. Columns of an array are read over the gaps between
+    them: two processes that read some of one row would read it twice.
     """
     if leaf.chunks is not None or not leaf.shape:
         return stored_bytes(leaf, boxes)
@@ -340,9 +335,8 @@ def counts_of(items: Iterable[tuple[View, Box]]) -> ReadCounts:
 def leaf_reads(leaf: Leaf, boxes: Sequence[Box]) -> ReadCounts:
     """Counts requests and bytes for boxes of a leaf.
 
-    They are of stored chunks, or of byte ranges with the small gaps between them.
-
-    A chunk that may be stored in a node of a database counts as it is in memory, and is compressed there.
+    They are of stored chunks, or of byte ranges with the small gaps between them. A chunk that may be stored in a node
+    of a database counts as it is in memory, and is compressed there.
     """
     boxes = [box for box in boxes if box_size(box)]
     if not boxes or math.prod(leaf.chunks or leaf.shape) * leaf.dtype.itemsize <= leaf.inline_bytes:

@@ -1,14 +1,11 @@
 """Schedules a broadcast: readers of chunks and rounds.
 
-In a round, processes send one another messages.
-
-Processes are numbered by their rank in the group of the restore.
-
-In one round each member has a send buffer of one size. Where most need most of it, a buffer has one slot, and all
-members receive all buffers (all-gather). Else it has a slot for each member, which receives that of each buffer
-(all-to-all): a process of 512 that need columns of a matrix receives its own, not those of all. Rounds have one order,
-and each process takes part in those that it is a member of, in that order: no circle of processes wait for each other.
-Pure geometry: nothing is allocated, read or sent.
+In a round, processes send one another messages. Processes are numbered by their rank in the group of the restore. In
+one round each member has a send buffer of one size. Where most need most of it, a buffer has one slot, and all members
+receive all buffers (all-gather). Else it has a slot for each member, which receives that of each buffer (all-to-all): a
+process of 512 that need columns of a matrix receives its own, not those of all. Rounds have one order, and each process
+takes part in those that it is a member of, in that order: no circle of processes wait for each other. Pure geometry:
+nothing is allocated, read or sent.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@ on the host plus the budget: the buffers of a round, and the chunks that this ro
 larger than the budget is sent by itself.
 
 Where a process fails, the others must not wait for it: it goes on sending buffers of any content until the next of the
-points at which all processes exchange whether they go on. There all stop together.
-
-A send buffer travels as unsigned bytes with which nothing is computed: signs of zeros and payloads of NaNs arrive
-unchanged.
+points at which all processes exchange whether they go on. There all stop together. A send buffer travels as unsigned
+bytes with which nothing is computed: signs of zeros and payloads of NaNs arrive unchanged.
 """
 
 from __future__ import annotations

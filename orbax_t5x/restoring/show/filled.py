@@ -1,8 +1,7 @@
 """Log lines of a restore, and texts about filled parameters.
 
-A fallback fills these.
-
-A model parameter is a leaf that `dtype=` would cast; in a tree without any such, every leaf is one.
+A fallback fills these. A model parameter is a leaf that `dtype=` would cast; in a tree without any such, every leaf is
+one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Plans as tables for terminals and as HTML for notebooks.
 
-Both show the same rows, with repeated layers as a single row.
-
-Linear in the leaves; the bytes of a leaf are computed only for rows that are shown, since that asks every view for its
-boxes.
+Both show the same rows, with repeated layers as a single row. Linear in the leaves; the bytes of a leaf are computed
+only for rows that are shown, since that asks every view for its boxes.
 """
 
 from __future__ import annotations
