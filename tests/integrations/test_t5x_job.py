@@ -20,41 +20,15 @@ from jax.sharding import PartitionSpec
 
 import orbax_t5x as ot
 from orbax_t5x import state_utils
-from orbax_t5x.adafactor import Adafactor
 from orbax_t5x.integrations import t5x
-from orbax_t5x.train_state import FlaxOptimTrainState
-from orbax_t5x.trees.flat import flatten, unflatten
-from tests.support import t5_model
+from orbax_t5x.trees.flat import flatten
 from tests.support.t5x_goldens import golden
+from tests.support.t5x_jobs import JOB, Partitioner, Replicating, states
 from tests.support.train_states import inference_state
 
-JOB = Path(__file__).parents[1] / "goldens" / "t5x_job"
 CALLS = json.loads((JOB / "calls.json").read_text())
-TREES = json.loads((JOB / "trees.json").read_text())
 RETENTION = json.loads((JOB / "retention.json").read_text())
 BUNDLES = Path(__file__).parents[1] / "goldens" / "tf_bundle"
-CONFIG = t5_model.T5Config(heads=8, head_dim=4, mlp=32)
-
-
-class Partitioner:
-    """The real partitioner's mesh, layout and axes: None leaves, no `params_axes`, and no axes of the step."""
-
-    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def get_data_layout(self):
-        return types.SimpleNamespace(batch_size=8, shard_id=0, num_shards=1, is_first_host_in_replica_set=True)
-
-    def get_mesh_axes(self, state):
-        tree = TREES["inference" if "Inference" in type(state).__name__ else "adafactor"]["leaves"]
-        axes = {name: leaf if leaf is None else PartitionSpec(*leaf) for name, (_, _, _, leaf) in tree.items()}
-        return state.restore_state(unflatten(axes)).replace(params_axes=None)
-
-
-class Replicating(Partitioner):
-    """For models of other sizes: no axes at all."""
-
-    def get_mesh_axes(self, state):
-        return state.restore_state(unflatten(dict.fromkeys(flatten(state.state_dict())))).replace(params_axes=None)
 
 
 class PeekableDatasetIterator:
@@ -86,12 +60,6 @@ FUNCTIONS = {
     "fns.keep_target": keep_target,
     "t5x.state_utils.apply_assignment_map": state_utils.apply_assignment_map,
 }
-
-
-@functools.cache
-def states():
-    state = FlaxOptimTrainState.create(Adafactor(0.1), t5_model.init(CONFIG)[1])
-    return {"FlaxOptimTrainState": state, "InferenceState": inference_state(CONFIG)}
 
 
 class Replay:
@@ -250,26 +218,6 @@ def test_the_native_way_resumes_and_infers(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_directory_that_t5x_wrote_natively_is_taken_over(tmp_path):
-    source = golden("d1_adafactor")
-    state = FlaxOptimTrainState.create(Adafactor(0.1), t5_model.init()[1])
-    step = tmp_path / "old" / "checkpoint_3"
-    shutil.copytree(source.step, step)
-
-    manager = t5x.CheckpointManager(tmp_path / "old", jax.eval_shape(lambda: state), Replicating(), period=2)
-    assert manager.all_steps() == [3] and manager.latest_step() == 3
-    restored = manager.restore()
-    assert restored.step == 3
-    for name, value in flatten(restored.state_dict()).items():
-        np.testing.assert_array_equal(value, source.values[name])
-    assert manager.save(restored) is False, "the step exists"
-    assert manager.save(restored.replace_step(np.int32(5)), force=False) is False, "not at the period"
-    assert manager.save(restored.replace_step(np.int32(4)), force=False) is True
-    manager.close()
-    assert manager.all_steps() == [3, 4]
-
-
-@pytest.mark.slow
 def test_a_bundle_is_inferred_from(tmp_path):
     """Its model has four heads: the recorded call and directory, and that model's state."""
     prefix = BUNDLES / "t5_1_1_f32" / "model.ckpt-1000000"
@@ -279,28 +227,6 @@ def test_a_bundle_is_inferred_from(tmp_path):
     restored = manager.restore_from_tf_checkpoint(str(prefix), strict=False)
     assert restored.step == 1_000_000 and listing(BUNDLES / "t5_1_1_f32") == before
     assert {leaf.dtype for leaf in jax.tree.leaves(restored.params)} == {jnp.dtype(jnp.bfloat16)}
-
-
-def test_errors_name_t5xs_settings(tmp_path):
-    state = states()["FlaxOptimTrainState"]
-    source = golden("d1_adafactor").step
-    manager = t5x.CheckpointManager(tmp_path, jax.eval_shape(lambda: state), Partitioner())
-    with pytest.raises(ot.RestorePlanError) as raised:
-        manager.restore(path=str(source))
-    texts = "\n".join(str(problem.fix) for problem in raised.value.problems if problem.fix)
-    assert not any(word in texts for word in ("fallback=", "strict=", "transforms=["))
-    with pytest.raises(ValueError, match="two checkpoints"):
-        manager.restore(step=1, path="x")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"metric_mode": "best"}, {"keep": 0}, {"metric_name_to_monitor": "loss"}],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_without_a_meaning_are_refused(tmp_path, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        t5x.CheckpointManager(tmp_path, None, Partitioner(), **options)
 
 
 @pytest.mark.slow
@@ -315,16 +241,6 @@ def test_best_steps_stay_on_disk(tmp_path):
         assert manager.save(state.replace_step(np.int32(step)))
     manager.close()
     assert manager.all_steps() == [4, 8], "the best, and the newest"
-
-
-def test_the_prefix_is_t5xs(tmp_path, monkeypatch):
-    module = types.ModuleType("t5x.checkpoints")
-    module.get_checkpoint_prefix = lambda: "ckpt"
-    monkeypatch.setitem(sys.modules, "t5x.checkpoints", module)
-    manager = t5x.Checkpointer(inference_state(), Replicating(), tmp_path / "run")
-    manager.save(inference_state())
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["ckpt_0"]
-    assert manager.all_steps() == [0] and manager.restore().step == 0
 
 
 def test_register_makes_it_the_default_and_back(monkeypatch):
