@@ -117,10 +117,7 @@ class LazyArray(abc.ABC):
 
 
 class _FunctionPool:
-    """Class attribute with the process's pool.
-
-    The pool is made when the attribute is first read.
-    """
+    """Class attribute with the pool, made on first use."""
 
     def __get__(self, instance: object, owner: type) -> concurrent.futures.Executor:
         return function_pool()

@@ -198,8 +198,5 @@ def _compiled(name: str) -> re.Pattern[str]:
 
 
 def _names_of(axes: Any) -> tuple[str, ...]:
-    """Lists the mesh axes of a dimension of a spec.
-
-    Empty for JAX's UNCONSTRAINED.
-    """
+    """Lists the mesh axes of a dimension of a spec."""
     return axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()

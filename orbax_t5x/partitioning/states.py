@@ -215,10 +215,7 @@ class _Splitting:
         return SplitParameter(shape, spec, rule, by_axes)
 
     def _has_axes(self, leaf: _ShardableLeaf, parameter: SplitParameter) -> bool:
-        """Tests if a parameter's leaf is split by axes of its own.
-
-        The parameter was, too.
-        """
+        """Tests if a parameter's leaf is split by axes of its own."""
         if not parameter.by_axes:
             return False
         # T5X's optimizers say None of what they do not split; a box keeps all axes of the parameter.
@@ -226,11 +223,7 @@ class _Splitting:
 
 
 def _report(rules: AxisRules, mesh: Mesh | AbstractMesh) -> None:
-    """Warns of rules that nothing has used.
-
-    Raises:
-      ValueError: specs do not fit.
-    """
+    """Warns of unused rules; raises ValueError if specs do not fit."""
     if rules.problems:
         # The first line is the first problem: logs and notebooks often show no other.
         found = len(rules.problems)
@@ -266,11 +259,7 @@ def _shape_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _sharded_leaves(tree: Any, rules: AxisRules) -> SplitParameters:
-    """Returns the leaves of the tree `like`.
-
-    Raises:
-      TypeError: none has a `NamedSharding`.
-    """
+    """Returns the leaves of the tree `like`."""
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_holds_leaf):
         value = _abstract_value(node)
@@ -402,10 +391,7 @@ def _abstract_value(node: Any) -> Any:
 
 
 def _putter(node: Any) -> Callable[[Any], Any]:
-    """Returns a function that replaces a leaf's value.
-
-    The new value is put into its box or variable.
-    """
+    """Returns a function that replaces a leaf's value in its box."""
     if isinstance(node, Partitioned):
         return node.replace_boxed
     return node.replace if _is_variable(node) else lambda abstract: abstract

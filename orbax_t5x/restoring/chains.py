@@ -258,10 +258,7 @@ def _rules_of_auto(
 
 
 def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str]) -> Any:
-    """Finds the target's `FoundMapping`, without fallback leaves.
-
-    It is for the whole target if there is no fallback.
-    """
+    """Finds the `FoundMapping` of the target, or without fallback leaves."""
     wanted = {name: leaf for name, leaf in target.items() if name not in fillable}
     if not wanted or len(wanted) == len(target):
         return _find_rules(source, target)

@@ -35,7 +35,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.concurrency import LoopThread, as_carried, call_of_user, first_failure, wait_all
 from orbax_t5x.files.windows import WINDOW_BYTES
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf
-from orbax_t5x.restoring.execute.buffers import StagingBuffers, check_value, has_transfers, make_values
+from orbax_t5x.restoring.execute.buffers import StagingBuffers, check_value, make_values, sent_leaves
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.reading import GroupBuffers, Reader, allocate
 from orbax_t5x.restoring.fallback import ComputedLeaf
@@ -87,7 +87,7 @@ def peak_bytes(plan: RestorePlan) -> int:
     leaves = {leaf for entry in entries for leaf in entry.leaves}
     limit = RestoreOptions().limit
     groups = group_entries(entries, limit)
-    sends = has_transfers(entries)
+    sends = bool(sent_leaves(entries))
     held = [group.size if sends else group.scratch for group in groups]
     decoded = [leaf.working_bytes for leaf in leaves]
     # A chunk is in memory as stored and decoded; a thread has windows of what it reads and places.
@@ -130,7 +130,8 @@ class Execution:
         """Reads the plan; returns the values by name and the report."""
         started = time.monotonic()
         entries = [entry for entry in self._plan.entries if entry.view is not None]
-        self._staging = StagingBuffers(self._limit) if has_transfers(entries) else None
+        sent = sent_leaves(entries)
+        self._staging = StagingBuffers(self._limit, sent) if sent else None
         own = self._own_entries(entries)
         if self._plan.fallback is not None:
             self._reader.in_memory = self._computed_leaves(entries, self._plan.fallback)
@@ -223,11 +224,11 @@ class Execution:
         except BaseException as error:
             ended.put((group, None, as_carried(error)))
 
-    def _await_arrival(self, placed: list[Any], staging: np.ndarray | None) -> None:
+    def _await_arrival(self, placed: list[Any], memory: np.ndarray) -> None:
         """Waits for arrays on their devices; gives back the buffer."""
         jax.block_until_ready(placed)
-        if self._staging is not None and staging is not None:
-            self._staging.give(staging)
+        if self._staging is not None and memory.size:
+            self._staging.give(memory)
 
     @functools.cached_property
     def _summed_leaves(self) -> list[Leaf]:

@@ -130,10 +130,7 @@ class _JointExecution(Execution):
     # -- checksums
 
     def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
-        """Exchanges checksums with the other processes and compares.
-
-        The error of this process comes before theirs.
-        """
+        """Compares checksums of all processes; this process's error comes first."""
         try:
             ranges = gather_checksums(self._stats, self._leaves, self._group, error=error, path=self._path)
         except CheckpointError:

@@ -47,10 +47,7 @@ def is_tensorstore_spec(value: Any) -> bool:
 
 
 def _walk_nested(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a tree by name, in order.
-
-    The depth is free, but the tree must not contain itself.
-    """
+    """Yields the leaves of a finite tree by name, in order."""
     pending: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", tree, iter(tree.items()))]
     above = {id(tree)}
     while pending:
@@ -149,10 +146,7 @@ def _first_below(flat: FlatState, name: str) -> str:
 
 
 def _rejoin(node: dict[str, Any], part: str, nodes: set[str], name: str) -> None:
-    """Moves the leaves below `part` up, under joined keys.
-
-    This makes room for a leaf of that name.
-    """
+    """Joins the keys below `part` to make room for a leaf."""
     below = node.pop(part)
     for rest, value in flatten(below).items():
         node[f"{part}/{rest}"] = value

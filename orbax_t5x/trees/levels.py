@@ -53,10 +53,7 @@ def require_levels(tree: Any) -> None:
 
 
 def _error(names: Sequence[Any], repeats: int | None) -> EndlessTreeError:
-    """Makes the error for a node below these names.
-
-    The first `repeats` names lead to the same node, further up.
-    """
+    """Makes the error for a node below these names."""
     path = "/".join(map(str, names[: repeats or _SHOWN_LEVELS]))[:_SHOWN_CHARACTERS]
     if repeats is None:
         return EndlessTreeError(f"has {MOST_LEVELS} levels or more, at {path!r}; does it contain itself?")
@@ -74,10 +71,7 @@ def _repeats(nodes: Iterable[Any]) -> int | None:
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Returns a node's children by name, or None for a leaf.
-
-    A node that names its own leaves counts as a leaf.
-    """
+    """Returns a node's children by name, or None for a leaf."""
     if isinstance(node, _LEAVES):
         return None
     if is_mapping(node):

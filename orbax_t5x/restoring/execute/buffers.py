@@ -29,6 +29,7 @@ _ALIGNMENT = 64
 _BYTE = np.dtype(np.uint8)
 # Devices of these compute in the host's memory: an array takes its buffer over, and no transfer is under way.
 _HOST_PLATFORMS = frozenset({"cpu"})
+_DEVICE_MEMORY = (None, "device")
 # Staging buffers have multiples of it, so that groups of small arrays take the same ones.
 _STAGING_UNIT = 1 << 20
 
@@ -89,14 +90,21 @@ class StagingBuffers:
     """Memory of arrays on their way to devices.
 
     Used again when they have arrived: the kernel takes longer to make memory than to fill it. What is kept and in use
-    together is at most `limit` bytes, or a single buffer. The buffer that was given back last is taken first.
+    together is at most `limit` bytes, or a single buffer. The buffer that was given back last is taken first. Arrays
+    in another memory than the devices' own might take a buffer over, and have none of these.
     """
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, leaves: Iterable[TargetLeaf]):
         self._limit = limit
+        kinds = {id(leaf): None if leaf.sharding is None else leaf.sharding.memory_kind for leaf in leaves}
+        self._leaves = frozenset([leaf for leaf, kind in kinds.items() if kind in _DEVICE_MEMORY])
         self._held = 0
         self._free: list[np.ndarray] = []
         self._lock = threading.Lock()
+
+    def holds(self, entry: PlanEntry) -> bool:
+        """Tests if an entry's buffers are of this memory."""
+        return id(entry.leaf) in self._leaves
 
     def take(self, size: int) -> np.ndarray:
         """Takes a buffer of at least `size` bytes."""
@@ -171,20 +179,21 @@ def layouts_of(entries: Iterable[PlanEntry]) -> list[BufferLayout]:
     return layouts
 
 
-def has_transfers(entries: Iterable[PlanEntry]) -> bool:
-    """Tests if arrays are sent to devices with their own memory."""
-    leaves = {id(entry.leaf): entry.leaf for entry in entries}.values()
-    return any(_is_sent(leaf) for leaf in leaves if leaf is not None)
+def sent_leaves(entries: Iterable[PlanEntry]) -> list[TargetLeaf]:
+    """Returns the target leaves on devices with their own memory.
+
+    JAX's settings of this thread decide on those without a sharding.
+    """
+    leaves = [leaf for leaf in {id(entry.leaf): entry.leaf for entry in entries}.values() if leaf is not None]
+    return [leaf for leaf in leaves if not leaf.is_on_host and not _platforms(leaf) <= _HOST_PLATFORMS]
 
 
-def _is_sent(leaf: TargetLeaf) -> bool:
-    if leaf.is_on_host:
-        return False
+def _platforms(leaf: TargetLeaf) -> set[str]:
     if leaf.sharding is not None:
-        return not {device.platform for device in leaf.sharding.device_set} <= _HOST_PLATFORMS
+        return {device.platform for device in leaf.sharding.device_set}
     untyped: Any = jax.config
     device = untyped.jax_default_device
-    return (jax.default_backend() if device is None else getattr(device, "platform", device)) not in _HOST_PLATFORMS
+    return {jax.default_backend() if device is None else getattr(device, "platform", device)}
 
 
 def make_values(entries: Sequence[PlanEntry], buffers: dict[str, list[np.ndarray]]) -> dict[str, Any]:

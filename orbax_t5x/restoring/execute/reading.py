@@ -16,7 +16,7 @@ from orbax_t5x.files.memory import naming_memory_errors
 from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, ValueLeaf, slices_within
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.lazy.read import LeafReads, read_all, read_all_blocking
-from orbax_t5x.restoring.execute.buffers import StagingBuffers, has_transfers, layouts_of
+from orbax_t5x.restoring.execute.buffers import StagingBuffers, layouts_of
 from orbax_t5x.restoring.execute.groups import Group, Piece
 from orbax_t5x.restoring.plan import PlanEntry
 
@@ -34,13 +34,13 @@ class GroupBuffers(NamedTuple):
       buffers: of the shards of each entry, by its name.
       bare: the reads of bare leaves.
       stages: the pieces to read.
-      staging: the memory of those that go to devices, or None.
+      staging: the memory of those that are staged; empty without any.
     """
 
     buffers: dict[str, list[np.ndarray]]
     bare: list[LeafReads]
     stages: list[list[BufferedPiece]]
-    staging: np.ndarray | None
+    staging: np.ndarray
 
 
 def allocate(group: Group, staging: StagingBuffers | None) -> GroupBuffers:
@@ -48,17 +48,15 @@ def allocate(group: Group, staging: StagingBuffers | None) -> GroupBuffers:
     buffers: dict[str, list[np.ndarray]] = {}
     outs: dict[str, list[np.ndarray]] = {}
     layouts = dict(zip(group.entries, layouts_of(group.entries), strict=True))
-    memory = left = None
     entry = group.entries[0]
     try:
-        if staging is not None:
-            sent = [layouts[entry].allocated_bytes for entry in group.entries if has_transfers([entry])]
-            memory = left = staging.take(sum(sent)) if sent else None
+        staged = {
+            entry: layout.allocated_bytes for entry, layout in layouts.items() if staging and staging.holds(entry)
+        }
+        memory = left = staging.take(sum(staged.values())) if staging and staged else np.empty(0, np.uint8)
         for entry, layout in layouts.items():
             assert entry.view is not None
-            own = None
-            if left is not None and has_transfers([entry]):
-                own, left = left[: layout.allocated_bytes], left[layout.allocated_bytes :]
+            own, left = (left[: staged[entry]], left[staged[entry] :]) if entry in staged else (None, left)
             buffers[entry.name], outs[entry.name] = layout.allocate(entry.view.node.dtype, own)
     except (LimitExceededError, MemoryError) as error:
         with naming_memory_errors(entry.leaves[0].path, entry.name):

@@ -111,8 +111,27 @@ def test_what_stays_on_the_host_has_memory_of_its_own(path, device):
     assert len(set(owned)) == len(owned) == 6 and not staged & set(owned)
 
 
+def test_the_callers_settings_decide_what_is_sent(path, device, monkeypatch):
+    """In a worker thread the default device is another one; an array on the host would keep a buffer of transfers."""
+    main, platforms = threading.current_thread(), buffers._platforms
+
+    def of_thread(leaf):
+        is_here = leaf.sharding is None and threading.current_thread() is main
+        return {"host"} if is_here else platforms(leaf)
+
+    monkeypatch.setattr(buffers, "_platforms", of_thread)
+    monkeypatch.setattr(buffers, "_HOST_PLATFORMS", frozenset({"host"}))
+    leaf = jax.ShapeDtypeStruct(SHAPE, np.float32)
+    target = {name: leaf if number % 2 else sharded(SHAPE) for number, name in enumerate(ARRAYS)}
+    given = []
+    monkeypatch.setattr(jax, "device_put", lambda values: given.extend(values) or device.put(values))
+    assert_restored(ot.restore(path, target, memory_limit_bytes=2 * MIB))
+    staged = [memory for memory in device.taken if memory.size % MIB == 0]
+    assert len(given) == 6 and not any(np.shares_memory(one, memory) for one in given for memory in staged)
+
+
 def test_kept_buffers_make_room_for_others_of_another_size():
-    staging = buffers.StagingBuffers(4 * MIB)
+    staging = buffers.StagingBuffers(4 * MIB, ())
     small = [staging.take(MIB) for _ in range(3)]
     for one in small:
         staging.give(one)
