@@ -68,11 +68,11 @@ from orbax_t5x.readers.orbax.steps import (
     newest_first,
     step_of_name,
 )
-from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.tensorstore_specs import check_database, make_context
 from orbax_t5x.trees.dtypes import kind_of
 
 _aggregate = on_demand.function("orbax_t5x.readers.orbax.aggregate", "Aggregate")  # checkpoints of old Orbax only
+_string_leaf = on_demand.function("orbax_t5x.readers.string_leaf", "StringLeaf")  # checkpoints with strings only
 
 # Stands for dtypes of leaves that are no arrays of numbers.
 _NO_NUMBERS = np.dtype(object)
@@ -364,7 +364,7 @@ class _OrbaxOpening:
             )
             return
         value, own = strings[named.node.param], sums.of(named.node.param)
-        self._leaves[named.name] = StringLeaf(named.name, directory, value, self._root, own)
+        self._leaves[named.name] = _string_leaf(named.name, directory, value, self._root, own)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
         """Adds the arrays without elements that our handler recorded."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import collections
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -29,7 +31,6 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.readers.ranges.sliced_leaf import SlicedLeaf, StoredSlice
 from orbax_t5x.readers.tf_bundle.dtypes import STRING, dtype_of
 from orbax_t5x.readers.tf_bundle.proto import (
     BadMessage,
@@ -41,8 +42,14 @@ from orbax_t5x.readers.tf_bundle.proto import (
     variable_of_slice,
 )
 from orbax_t5x.readers.tf_bundle.sstable import unmask
-from orbax_t5x.readers.tf_bundle.string_range import StringRange
 from orbax_t5x.readers.tiling import MAX_TILING_STEPS, box_text, check_tiling
+
+# Bundles with partitioned variables, or with strings, only.
+_sliced_leaf: Callable[..., Leaf] = on_demand.function("orbax_t5x.readers.ranges.sliced_leaf", "SlicedLeaf")
+_stored_slice = on_demand.function("orbax_t5x.readers.ranges.sliced_leaf", "StoredSlice")
+_string_range: Callable[..., StoredRange] = on_demand.function(
+    "orbax_t5x.readers.tf_bundle.string_range", "StringRange"
+)
 
 _BIG_ENDIAN = 1
 # An entry may list so many slices more than the index has of its variable, so that the error can name the missing one.
@@ -215,7 +222,7 @@ class BundleLeaves:
             raise UnsupportedCheckpointError(
                 "strings of the other byte order are not read (nor does TensorFlow)", path=self._index_path, leaf=leaf
             )
-        return StringRange(file, entry.offset, shape, dtype, entry.size)
+        return _string_range(file, entry.offset, shape, dtype, entry.size)
 
     def _sliced(
         self,
@@ -233,7 +240,7 @@ class BundleLeaves:
         self._tiling_steps -= tiling.steps
         if tiling.problem is not None:
             raise self._corrupt(leaf, tiling.problem)
-        stored_slices: list[StoredSlice] = []
+        stored_slices: list[Any] = []
         for key, box in zip(keys, boxes, strict=True):
             if key not in slices:
                 raise self._corrupt(leaf, f"the slice {box_text(box)} has no entry")
@@ -246,8 +253,8 @@ class BundleLeaves:
             if own_shape != tuple(high - low for low, high in box):
                 raise self._corrupt(leaf, f"the slice {box_text(box)} has the shape {own_shape}")
             stored = self._range(leaf, own, own_shape, dtype)
-            stored_slices.append(StoredSlice(box, stored, unmask(own.masked_crc)))
-        return SlicedLeaf(leaf, self._files, self._index_path, shape, dtype, stored_slices)
+            stored_slices.append(_stored_slice(box, stored, unmask(own.masked_crc)))
+        return _sliced_leaf(leaf, self._files, self._index_path, shape, dtype, stored_slices)
 
     def _box(self, leaf: str, extents: tuple[Extent, ...], shape: tuple[int, ...]) -> Box:
         if len(extents) != len(shape):
