@@ -218,6 +218,8 @@ class _TheirConfig:
         # Before version 4 no config named it.
         version = re.match(r"(\d+)\.(\d+)", str(self._given.get("transformers_version", "")))
         self._version: tuple[int, int] = (int(version[1]), int(version[2])) if version else (4, 0)
+        if not version and "scale_decoder_outputs" in self._given:
+            self._version = (5, 24)  # no older one wrote this key of all types
         self._type = str(self._given.get("model_type", "t5"))
 
     def _refuse(self, key: str, reason: str) -> NoReturn:
@@ -249,6 +251,9 @@ class _TheirConfig:
         if encoder_only != found.encoder_only:
             there = "no decoder" if found.encoder_only else "a decoder"
             self._refuse("architectures", f"and the checkpoint has {there}")
+        for key in ("pad_token_id",) if encoder_only else ("pad_token_id", "decoder_start_token_id"):
+            if self._given.get(key) not in (0, None):
+                self._refuse(key, "and the models take id 0 for padding and for the decoder's first token")
         self._compare(found)
         activation, gated = self._feed_forward()
         if gated != found.gated:

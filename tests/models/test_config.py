@@ -96,6 +96,8 @@ def copy_with(tmp_path, kind, change):
         ("t5_1_1_v5", {"transformers_version": "4.57.6"}, {"tied": True, "scale_decoder_outputs": True}),
         ("t5_1_1_v5", {"model_type": "mt5", "scale_decoder_outputs": None}, {"scale_decoder_outputs": False}),
         ("t5_1_1_v5", {"scale_decoder_outputs": None}, {"scale_decoder_outputs": True}),
+        ("t5_1_1_v5", {"transformers_version": None}, {"scale_decoder_outputs": False}),
+        ("t5_encoder", {"pad_token_id": None, "decoder_start_token_id": 5}, {"encoder_only": True}),
         ("t5_1_0", {"model_type": "mt5", "tie_word_embeddings": True}, {"tied": True, "scale_decoder_outputs": True}),
         ("t5_1_0", {"layer_norm_epsilon": 1e-3, "dropout_rate": None}, {"layer_norm_epsilon": 1e-3}),
         ("gelu_ungated", {"dense_act_fn": None, "is_gated_act": None, "transformers_version": None}, {}),
@@ -127,6 +129,8 @@ def test_config_json_decides_the_function(tmp_path, kind, change, wanted):
         ("t5_1_0", {"model_type": "umt5"}, "model_type: 'umt5'.*bias"),
         ("t5_1_0", {"layer_norm_epsilon": "small"}, "layer_norm_epsilon: 'small'"),
         ("t5_1_0", {"relative_attention_max_distance": 1.5}, "relative_attention_max_distance: 1.5"),
+        ("t5_1_0", {"pad_token_id": 3}, "pad_token_id: 3.*id 0"),
+        ("t5_1_0", {"decoder_start_token_id": 2}, "decoder_start_token_id: 2.*id 0"),
         ("t5_1_0", {"relative_attention_max_distance": 4}, "relative_attention_max_distance: 4"),
     ],
 )
