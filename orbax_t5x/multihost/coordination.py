@@ -34,7 +34,7 @@ def key_value_store() -> Any:
 
 
 def lost_process(error: BaseException, path: str | None) -> CheckpointIOError:
-    """Makes the error of a call that JAX ended for want of a process."""
+    """Makes the error of a lost process or service."""
     reason = " ".join(str(error).split())
     return CheckpointIOError(f"another process of this call has died, or cannot be reached: {reason}", path=path)
 
