@@ -83,7 +83,7 @@ class Replay:
             keywords = {name: self.value(value) for name, value in recorded["keywords"].items()}
             return functools.partial(self.value(recorded["partial"]), **keywords)
         if "iterator" in recorded:
-            self.iterator = PeekableDatasetIterator()
+            self.iterator = self.iterator or PeekableDatasetIterator()
             return self.iterator
         if "state_dict" in recorded:
             return jax.tree.map(jnp.asarray, dict(states()["FlaxOptimTrainState"].state_dict()))
@@ -97,6 +97,7 @@ class Replay:
         return {"list": list, "tuple": tuple}[kind](map(self.value, values))
 
     def run(self, scenario):
+        self.iterator = None
         for call in CALLS[scenario]["calls"]:
             method = call["call"].removeprefix("Checkpointer.")
             args = [self.value(value) for value in call.get("args", ())]
@@ -194,6 +195,30 @@ def test_the_datasets_position_is_saved_and_restored(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_position_that_is_wanted_and_absent_is_an_error(tmp_path):
+    """T5X's own scripts end with TensorFlow's NotFoundError there."""
+    for run in ("run", "dsr"):
+        manager = t5x.CheckpointManager(tmp_path / run, states()["FlaxOptimTrainState"], Partitioner())
+        manager.save(states()["FlaxOptimTrainState"].replace_step(np.int32(6)))
+        manager.close()
+    for scenario in ("finetune from a checkpoint without a dataset", "switched on at a resume"):
+        with pytest.raises(FileNotFoundError, match=r"dataset/train_ds-000-of-001 is missing.*restore_dataset = False"):
+            Replay(tmp_path).run(f"train, save_dataset{', ' if 'finetune' in scenario else ' '}{scenario}")
+
+
+@pytest.mark.slow
+def test_the_native_way_restores_the_position_too(tmp_path):
+    iterator = PeekableDatasetIterator()
+    iterator.position = 5
+    checkpointer = t5x.Checkpointer(states()["FlaxOptimTrainState"], Partitioner(), tmp_path / "oldds", iterator)
+    checkpointer.save(states()["FlaxOptimTrainState"].replace_step(np.int32(2)))
+    replay = Replay(tmp_path)
+    replay.run("train, use_orbax False, save_dataset, resume")
+    assert replay.iterator.position == 7, "restored at 5; the replay counts two calls of save"
+    assert (tmp_path / "oldds" / "checkpoint_4" / "dataset" / "train_ds-000-of-001").read_text() == "7"
+
+
+@pytest.mark.slow
 def test_functions_for_saves_have_t5xs_protocol(tmp_path):
     replay = Replay(tmp_path)
     replay.run("train, save state_transformation_fns")
@@ -241,6 +266,31 @@ def test_best_steps_stay_on_disk(tmp_path):
         assert manager.save(state.replace_step(np.int32(step)))
     manager.close()
     assert manager.all_steps() == [4, 8], "the best, and the newest"
+
+
+@pytest.mark.slow
+def test_steps_are_kept_by_the_managers_options(tmp_path):
+    """Options of `SaveBestCheckpointer` reach no manager; those that gin binds on the manager do."""
+    replay = Replay(tmp_path)
+    replay.run("train, SaveBestCheckpointer by gin")
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["checkpoint_4"]
+    gin.parse_config("orbax_t5x.integrations.t5x.CheckpointManager.force_keep_period = 4")
+    replay.run("train, manager's own options by gin")
+    replay.run("train, manager's own options by gin, resume")
+    names = {path.name for path in (tmp_path / "best2").iterdir()}
+    assert names == {f"checkpoint_{step}" for step in (0, 4, 8, 10)}
+
+
+@pytest.mark.slow
+def test_a_run_with_a_prefix_that_t5x_begins_anew_goes_on(tmp_path, monkeypatch):
+    """T5X's listing never sees the prefix, so it saves steps again that exist."""
+    module = types.ModuleType("t5x.checkpoints")
+    module.get_checkpoint_prefix = lambda: "ckpt"
+    monkeypatch.setitem(sys.modules, "t5x.checkpoints", module)
+    replay = Replay(tmp_path)
+    replay.run("train, prefix ckpt")
+    replay.run("train, prefix ckpt, again")
+    assert sorted(path.name for path in (tmp_path / "prefix").iterdir()) == ["ckpt_0", "ckpt_2"]
 
 
 def test_register_makes_it_the_default_and_back(monkeypatch):

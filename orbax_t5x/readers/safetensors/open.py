@@ -9,7 +9,6 @@ links to. The format keeps no checksum.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
@@ -17,7 +16,7 @@ from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, parts_of, refuse_lfs_pointer, trainer_step
+from orbax_t5x.readers.hub_files import LFS_POINTER, PART, ModelFiles, parts_of, refuse_lfs_pointer, trainer_step
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
@@ -27,8 +26,6 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# One of the files of a model: its number and how many there are.
-_SHARD = re.compile(r"(.*)-[0-9]{5,}-of-([0-9]{5,})\.safetensors", re.ASCII | re.DOTALL)
 
 
 def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
@@ -105,8 +102,8 @@ class _SafetensorsFiles(ModelFiles):
 
 def _check_shards(files: Sequence[str], path: str) -> None:
     """Refuses an incomplete set of numbered files without an index."""
-    shards = [match for name in files if (match := _SHARD.fullmatch(name))]
-    sets = sorted({match.groups() for match in shards})
+    shards = [match for name in files if (match := PART.fullmatch(name))]
+    sets = sorted({(match["model"], match["parts"]) for match in shards})
     if len(sets) > 1:
         names = ", ".join(f"{stem}-…-of-{count}{SUFFIX}" for stem, count in sets)
         raise CorruptCheckpointError(f"files of several models without an index: {names}", path=path)
