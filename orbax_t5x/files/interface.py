@@ -214,7 +214,8 @@ class Named(Protocol):
 class Files(FilePlace, Named, Protocol):
     """Files below a root, and the root itself.
 
-    `path` is the root: a directory, resolved, or a URL without a slash at its end.
+    `path` is the root: a directory, resolved, or a URL without a slash at its end. Methods with a body are for stores
+    with nothing to do.
 
     Attributes:
       named: the root as the caller named it, absolute: symlinks are not resolved.
@@ -228,7 +229,7 @@ class Files(FilePlace, Named, Protocol):
 
     def is_link(self) -> bool:
         """Reports whether the root is a symlink; a URL is not."""
-        ...
+        return False
 
     def is_file(self) -> bool:
         """Tests if the root is a file, or a link to it."""
@@ -322,11 +323,9 @@ class Files(FilePlace, Named, Protocol):
 
     def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
         """Announces stats of files, some of them beside the root."""
-        ...
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
         """Announces files that will be read whole, as `stat_ahead`."""
-        ...
 
     # -- what TensorStore reads by itself
 
@@ -343,7 +342,6 @@ class Files(FilePlace, Named, Protocol):
 
     def require_plain(self, name: str, *, leaf: str | None = None) -> None:
         """Proves that a directory holds only plain files, any depth."""
-        ...
 
     def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Snapshot:
         """Remembers files and directories.
@@ -364,12 +362,11 @@ class Files(FilePlace, Named, Protocol):
 
         `what` and `name` are for its errors.
         """
-        ...
+        check()
 
     def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
         """Returns an array's metadata, or None if they must be read."""
-        ...
+        return None
 
     def note_array(self, array: Any) -> None:
         """Notes an array that TensorStore has opened, for `known_metadata`."""
-        ...

@@ -17,7 +17,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -415,14 +415,6 @@ class LocalFiles(Root, Files):
             self._closed = True
             self._close_idle(keep=0)
 
-    # -- announcements
-
-    def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
-        """Does nothing: a local stat does not wait."""
-
-    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        """Does nothing, likewise."""
-
     # -- what TensorStore reads by itself
 
     def kvstore(self, name: str) -> dict[str, Any]:
@@ -447,15 +439,6 @@ class LocalFiles(Root, Files):
             # A link, or something that is wrong: the walk down the whole name follows it, or raises the error.
             data = self.read_whole(f"{directory}/{metadata}", limit=limit, leaf=leaf, bound="Limits.json_bytes")
         return ArrayDirectory(path, (found.st_dev, found.st_ino), _file_kvstore(path), data, files)
-
-    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
-        check()
-
-    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
-        return None
-
-    def note_array(self, array: Any) -> None:
-        """Does nothing: no other process opens the array."""
 
 
 def _look_at(opened: Descriptor, found: os.stat_result, path: str, head: int, tail: int) -> Look:

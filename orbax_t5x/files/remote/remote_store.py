@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -67,9 +66,6 @@ class RemoteFiles(Files):
         return "/".join([self._key, *parts] if self._key else parts)
 
     # -- the root itself
-
-    def is_link(self) -> bool:
-        return False
 
     def is_file(self) -> bool:
         return self.exists()
@@ -231,9 +227,6 @@ class RemoteFiles(Files):
         """Returns nothing: a list names every chunk below."""
         return {}
 
-    def require_plain(self, name: str, *, leaf: str | None = None) -> None:
-        """Does nothing: a store has no links."""
-
     def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> RemoteSnapshot:
         return RemoteSnapshot(self, metadata, leaf)
 
@@ -242,15 +235,6 @@ class RemoteFiles(Files):
         files = self.snapshot([directory], name, leaf=leaf)
         data = self.read_whole(name, limit=limit, leaf=leaf)
         return ArrayDirectory(path, path, None, data, files)
-
-    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
-        check()
-
-    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
-        return None
-
-    def note_array(self, array: Any) -> None:
-        """Does nothing: processes that share an opening share the requests."""
 
 
 class RemoteSnapshot(Snapshot):
