@@ -1,4 +1,4 @@
-"""Facts that decide if transforms are applied, and the outcome for one or several items."""
+"""Facts of a decision about transforms, and its outcome."""
 
 from __future__ import annotations
 

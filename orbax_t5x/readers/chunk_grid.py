@@ -1,4 +1,4 @@
-"""Chunks of an array: their boxes, their keys, and the chunks that are stored.
+"""Boxes and keys of an array's chunks.
 
 A few bytes of metadata may describe billions of chunks of which none is stored; an absent chunk stands for the fill
 value. So the work of a read follows the box that is wanted and the chunks that are stored: what else the box covers is

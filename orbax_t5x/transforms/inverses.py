@@ -63,7 +63,7 @@ def inverse(transforms: Any, source: Any = None) -> tuple[Any, ...]:
         try:
             found = _inverse_of(step, leaves)
         except ValueError:
-            if leaves is None or not isinstance(step, Rename):
+            if leaves is None or not isinstance(step, Rename | StackLayers):
                 raise
             found = None
         if leaves is not None:
@@ -266,7 +266,7 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def _single_names(step: Any, source: FlatState, after: FlatState) -> list[Any]:
-    """Writes the inverse of a renaming, or of a stack, name by name."""
+    """Writes the inverse of a renaming or stack name by name."""
     if isinstance(step, StackLayers):
         return _single_stacks(step, source)
     if not isinstance(step, Rename):

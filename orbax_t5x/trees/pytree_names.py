@@ -40,7 +40,7 @@ def leaf_name(path: Sequence[Any]) -> str:
 
 
 def names_in_dicts(tree: Any, start: str = "") -> list[str] | None:
-    """Returns the names of arrays in nested dicts in JAX's order, or None.
+    """Lists names of arrays in nested dicts in JAX's order.
 
     None: some key is no text, or some node is neither an array nor a dict. JAX's key paths are five objects for each
     leaf, which Python's cyclic collector goes through.

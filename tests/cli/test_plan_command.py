@@ -139,7 +139,8 @@ def test_what_is_no_file_is_refused_at_once(run, layers, tmp_path, option, kind)
 
 
 def test_rules_need_a_target_and_a_file(run, layers, tmp_path):
-    code, _, err = run("plan", layers, "--map", tmp_path / "rules.json")
-    assert code == 2 and "--map needs --target" in err
     code, _, err = run("plan", layers, "--target", layers, "--map", tmp_path / "rules.json")
     assert code == 2 and "No such file" in err
+    (tmp_path / "rules.json").write_text('[["a", "b"]]')
+    code, _, err = run("plan", layers, "--map", tmp_path / "rules.json")
+    assert code == 2 and "--map needs --target" in err

@@ -88,5 +88,5 @@ def test_a_logical_axis_that_is_called_as_a_mesh_axis_follows_its_rule(own):
     """`data` is taken by the first dimension, and `model` is a logical axis: the second is not split."""
     rules = [("embed", "data"), ("model", "data")]
     boxed = {"w": nn.LogicallyPartitioned(np.ones((4, 8)), ("embed", "model"), rules=own or None)}
-    sharded = with_shardings(boxed, mesh(), [] if own else rules)
+    sharded = with_shardings(boxed, mesh(), [("other", None)] if own else rules)
     assert jax.tree.leaves(sharded)[0].sharding.spec == P("data", None)

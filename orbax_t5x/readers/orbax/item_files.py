@@ -53,7 +53,7 @@ def find_item_files(store: Files, item: str) -> ItemFiles:
 
 
 def stat_ahead(files: Files, beside: str) -> None:
-    """Stats a remote item's files and a file beside it in a batch."""
+    """Stats the files of a remote item in a batch."""
     if files.is_remote:
         files.stat_ahead(_first_names(), beside=[beside])
 

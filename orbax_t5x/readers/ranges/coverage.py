@@ -1,4 +1,4 @@
-"""Checksums of a leaf, combined from those of the ranges that were read.
+"""Checksums of leaves, combined from ranges that were read.
 
 All processes together read the ranges. Ranges may come in any order, twice, or overlap (replicas read what others
 read). A range counts as verified when it is on a chain of them, each beginning where the one before ends, from the

@@ -198,7 +198,7 @@ def _written(
 
 
 def _axes_with_layers(rank: int, axes: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
-    """Returns the axes of leaves whose layers are on an axis of both sides."""
+    """Returns the layer axes of leaves with layers on both sides."""
     others = [at for at in range(rank + 1) if at != old]
     found = [others[at] for at in axes or range(rank)]
     found.insert(new, old)
