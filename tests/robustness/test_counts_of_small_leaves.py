@@ -203,3 +203,17 @@ def test_an_array_that_is_a_file_costs_a_few_requests(kind, tmp_path, monkeypatc
         restored = ot.restore(f"{store.url}/{path.relative_to(tmp_path)}", None)
         assert len(jax.tree.leaves(restored)) == len(few)
         assert len(store.log) <= 60 + 5 * len(few)
+
+
+@pytest.mark.parametrize("kind", FILE_EACH)
+def test_an_array_that_is_a_file_costs_a_few_calls(kind, tmp_path, monkeypatch, calls):
+    """It is opened, read and proven once; TensorStore opens it in one task."""
+    few = {name: SMALL[name] for name in list(SMALL)[:100]}
+    monkeypatch.setattr(f"{__name__}.SMALL", few)
+    path = FILE_EACH[kind](tmp_path)
+    calls.clear()
+    restored = ot.restore(tmp_path / "checkpoint_1" if path is None else path, None)
+    assert len(jax.tree.leaves(restored)) == len(few)
+    assert calls["arrays"] <= len(few) + 1 and calls["create_task"] <= len(few) + 4
+    assert calls["pread"] + calls["preadv"] <= 20 + len(few)
+    assert calls["stat"] + calls["fstat"] + calls["open"] <= 40 + 6 * len(few)
