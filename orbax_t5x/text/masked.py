@@ -52,6 +52,8 @@ def masked_path(path: str) -> str:
 def _masked_url(match: re.Match[str]) -> str:
     rest = match["rest"]
     server = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if len(server) < len(head := rest.partition("/")[0]) and _AT.search(head):
+        return f"{match['scheme']}…"  # a query, or a name with such a mark: either may be the secret
     # A password may hold the marks that end a server's name; only a port follows a colon there.
     within = rest if _COLON.search(server) else server
     if found := list(_AT.finditer(within)):

@@ -35,6 +35,9 @@ PLACES = (
     "{s}://u: @SECRET@@host/a",
     "{s}:/u: @SECRET@@host/a",
     "{s}://bucket?@SECRET@",
+    "{s}://bucket?a@@SECRET@",
+    "{s}://@SECRET@?x@host/a",
+    "{s}://@SECRET@#x@host/a",
 )
 URLS = [
     place.replace("{s}", scheme).replace("@SECRET@", SECRET) for scheme, place in itertools.product(SCHEMES, PLACES)
