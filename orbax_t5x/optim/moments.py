@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ _GLUED_NAME = re.compile(rf"(.+)({'|'.join(SLOT_MAP)})")
 # Kinds of a state that is in no container: several side by side, or one beside a count.
 _KINDS = (("mu", "nu"), ("exp_avg", "exp_avg_sq"), ("v_row", "v_col"))
 _LONE_KINDS = ("mu", "trace", "momentum", "ema")
+_UNCOUNTED_KINDS = ("trace", "momentum")
 MOMENT_WORDS = frozenset({"m", "v", "mu", "nu", "ema", "trace", "momentum", "grad", "acc"})
 _KIND_HINT = re.compile("mu/|nu/|exp_avg|v_row/|v_col/|trace/|momentum/|ema/")
 _KIND_WORD = re.compile(r"(.*?)/?\b(mu|nu|exp_avg|exp_avg_sq|v_row|v_col|trace|momentum|ema)/.*")
@@ -109,11 +110,18 @@ def find_roots(leaves: Mapping[str, Any]) -> FoundRoots:
         return found
     # Modules may be called as moments are: what is a tree of parameters itself is no container.
     roots: set[str] = set()
-    for path, names in sorted(_of_moments(bare).items(), key=lambda item: -len(item[1])):
+    moments = _of_moments(bare)
+    for path, names in sorted(moments.items(), key=lambda item: -sum(map(_has_kind, item[1]))):
         if not any(path == root or _is_below(path, root) or _is_below(root, path) for root in roots):
-            named[path] = names
-            roots.update(root for root, _ in _roots_of({path: names}, leaves).pairs)
+            found = _roots_of({path: names}, leaves, moments)
+            if found.pairs or found.unclear:
+                named[path] = names
+                roots.update(root for root, _ in found.pairs)
     return _roots_of(named, leaves)
+
+
+def _has_kind(name: str) -> bool:
+    return _KIND_HINT.search(name) is not None and _KIND_WORD.fullmatch(name) is not None
 
 
 def find_containers(leaves: Mapping[str, Any]) -> list[str]:
@@ -133,7 +141,9 @@ def _by_container(leaves: Iterable[str]) -> tuple[dict[str, list[str]], list[str
     return containers, bare
 
 
-def _roots_of(containers: Mapping[str, list[str]], leaves: Mapping[str, Any]) -> FoundRoots:
+def _roots_of(
+    containers: Mapping[str, list[str]], leaves: Mapping[str, Any], doubtful: Iterable[str] = ()
+) -> FoundRoots:
     if not containers:
         return FoundRoots((), {})
     inside = {name for found in containers.values() for name in found}
@@ -144,6 +154,9 @@ def _roots_of(containers: Mapping[str, list[str]], leaves: Mapping[str, Any]) ->
     unclear: dict[str, tuple[str, ...]] = {}
     for container, names in containers.items():
         found = _parameters_of(container, names, leaves, by_ending)
+        # Another moment has the parameters' tree, too.
+        clear = [root for root in found if not any(root == path or _is_below(root, path) for path in doubtful)]
+        found = _nearest(container, clear or found)
         if len(found) == 1:
             states.setdefault(found[0], []).append(container)
         elif found:
@@ -171,6 +184,7 @@ def _of_moments(names: Sequence[str]) -> dict[str, list[str]]:
         for path, seen in kinds.items()
         if any(seen.issuperset(pair) for pair in _KINDS)
         or (path and f"{path}/count" in every and not seen.isdisjoint(_LONE_KINDS))
+        or (path and any(_is_copy(f"{path}/{kind}/", every) for kind in seen.intersection(_UNCOUNTED_KINDS)))
     ]
     factored = [name.removesuffix("/v_row") for name in names if name.endswith("/v_row")]
     factored = [path for path in factored if f"{path}/v_col" in every and not _is_standard_parameter(path)]
@@ -182,6 +196,14 @@ def _of_moments(names: Sequence[str]) -> dict[str, list[str]]:
     # The other states of a chain belong to the same container.
     paths = dict.fromkeys(_IN_CHAIN.sub("", path) or path for path in (*kind_first, *filter(None, above)))
     return {path: [name for name in names if name.startswith(f"{path}/" if path else "")] for path in paths}
+
+
+def _is_copy(start: str, names: Collection[str]) -> bool:
+    """Reports whether names below a path are all names below another path."""
+    rests = [name.removeprefix(start) for name in names if name.startswith(start)]
+    first, others = rests[0], rests[1:]
+    roots = [name.removesuffix(first) for name in names if name.endswith(f"/{first}") and not name.startswith(start)]
+    return bool(others) and any(all(f"{root}{other}" in names for other in others) for root in roots)
 
 
 def _by_ending(params: Iterable[str]) -> dict[str, list[str]]:
@@ -211,15 +233,19 @@ def _parameters_of(
         return []
     found = [root for root, count in votes.items() if count == best]
     # What is inside a root is found as well, below a longer root.
-    found = [one for one in found if not any(_is_below(one, other) for other in found)]
+    return [one for one in found if not any(_is_below(one, other) for other in found)]
+
+
+def _nearest(container: str, roots: Sequence[str]) -> list[str]:
+    """Returns the roots with the longest common path with a container."""
 
     def nearness(root: str) -> tuple[int, bool]:
         pairs = enumerate(zip(root, container, strict=False))
         shared = next((at for at, pair in pairs if len(set(pair)) > 1), len(root))
         return shared, root.rpartition("/")[2] in _USUAL
 
-    nearest = max(map(nearness, found), default=None)
-    return sorted(root for root in found if nearness(root) == nearest)
+    nearest = max(map(nearness, roots), default=None)
+    return sorted(root for root in roots if nearness(root) == nearest)
 
 
 def _longest(parts: list[str], shape: Any, leaves: Mapping[str, Any], by_ending: Mapping[str, list[str]]) -> set[str]:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from orbax_t5x.optim.factored_state import is_step
+from orbax_t5x.optim.moments import find_roots
 from orbax_t5x.rules.graph import marked_layouts
 from orbax_t5x.transforms.prefix import is_no_parameter
 from orbax_t5x.trees.levels import require_levels
@@ -28,7 +30,6 @@ _SCANNED = re.compile(r"(?:.*/)?(encoder|decoder)/\1/(.*)")
 _QUERY = re.compile(r"(?:attention|self_attention)/query/kernel")
 # T5X's and MaxText's default first.
 _AXES = (1, 0, 2, 3)
-_STEPS = frozenset({"step", "state/step"})
 _SUBBLOCK = re.compile(r"subblock_(\d+)/(.*)")
 
 
@@ -78,10 +79,20 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 def parameters_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arrays that are neither the optimizer's nor the step."""
+    roots = find_roots(leaves)
+    states = tuple(
+        f"{state}/"
+        for root, state in (*roots.pairs, *(("", path) for path in roots.unclear))
+        if state and not root.startswith(f"{state}/")
+    )
     return {
         name: leaf
         for name, leaf in leaves.items()
-        if not is_no_parameter(name) and name not in _STEPS and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        if not is_no_parameter(name)
+        and not name.startswith(states)
+        and not is_step(name)
+        and hasattr(leaf, "shape")
+        and hasattr(leaf, "dtype")
     }
 
 
