@@ -218,7 +218,7 @@ class Evidence:
         takers = [one for one in self._rivals(target, source, 1) if not self._is_ruled_out(target, source, one, 1)]
         if takers:
             return "", "another leaf of the target may be it", [source]
-        is_named = bool(self._telling(source, target))
+        is_named = bool(self._telling(source, target)) or self._is_renamed_alike(source, target)
         if not is_named and not _has_words_of(source, target) and not self._is_supported(source, target):
             return "", "only its shape speaks for it", [source]
         if not _is_called_the_same(source, target) and self._is_uneven(source, target):
@@ -337,6 +337,18 @@ class Evidence:
             return frozenset(cores[0])
         return (source.modules & target.modules) - frozenset(meaning_of(part) for root in roots for part in root)
 
+    def _is_renamed_alike(self, source: LeafKind, target: LeafKind) -> bool:
+        """Tests that a proven pair of these modules changes the same words."""
+        changed, kept = _changed_words(source, target)
+        return bool(kept) and any(
+            self.target_of[one].template[:-1] == target.template[:-1]
+            and one.template[:-1] == source.template[:-1]
+            and _changed_words(one, self.target_of[one])[0] == changed
+            and bool(_changed_words(one, self.target_of[one])[1])
+            for one in self._below[0].get(source.template[:-1], ())
+            if one is not source
+        )
+
     def _is_supported(self, source: LeafKind, target: LeafKind) -> bool:
         """Tests for support by the module or by renamed names."""
         if any(_shared(one, source) > len(self._sides.source.root) for one in self._around(target, 1)[1]):
@@ -359,6 +371,12 @@ def _is_called_the_same(one: LeafKind, other: LeafKind) -> bool:
     """Tests that the innermost modules have the same meaning."""
     ours, theirs = (features(kind.module_parts[-1:], 1) for kind in (one, other))
     return not ours.isdisjoint(theirs)
+
+
+def _changed_words(one: LeafKind, other: LeafKind) -> tuple[tuple[frozenset[str], frozenset[str]], frozenset[str]]:
+    """Returns the words that each name has alone, and the common words."""
+    ours, theirs = (frozenset(features(kind.parts, 2)) for kind in (one, other))
+    return (ours - theirs, theirs - ours), ours & theirs
 
 
 def _has_words_of(one: LeafKind, other: LeafKind) -> bool:

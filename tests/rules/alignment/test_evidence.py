@@ -126,3 +126,10 @@ def test_transforms_of_an_incomplete_alignment_run():
     for ours, theirs in ((source, target), (target, source)):
         alignment = ot.rules.align(tree(ours), tree(theirs))
         assert applied(alignment.transforms, tree(ours))
+
+
+@pytest.mark.parametrize(("last", "is_open"), [("net_bias", False), ("head_bias", True), ("bias_net_out", True)])
+def test_a_change_of_words_is_proven_by_other_leaves_of_the_module(last, is_open):
+    source = {"target/wide": (8, 16), "target/tall": (24, 8), "target/bias": (5,)}
+    target = {"params/net_wide": (8, 16), "params/net_tall": (24, 8), f"params/{last}": (5,)}
+    assert open_leaves(source, target) == ({f"params/{last}"} if is_open else set())
