@@ -22,6 +22,8 @@ _POLL_SECS = 0.2
 # For so long after an interrupt further interrupts wait for the end of what was cancelled; then the next is raised at
 # once, because a disk or a server may never answer.
 _PATIENCE_SECS = 10.0
+# A call from another thread ends as soon as that thread gets the interpreter's lock.
+_CALL_SECS = 0.0005
 
 
 class Latch:
@@ -165,12 +167,25 @@ class _EventLoop(asyncio.SelectorEventLoop):
     """Event loop that ignores callbacks after it was closed.
 
     A future of TensorStore that is cancelled in the moment of its completion calls its loop nevertheless, as soon as
-    its thread gets the interpreter's lock, and the loop may be closed by then.
+    its thread gets the interpreter's lock, and the loop may be closed by then. Python ends a native thread that waits
+    for the lock at the exit, which aborts the process: `wait_for_calls` waits for such threads first.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By threads; to set and to pop an item is atomic.
+        self._calls: dict[int, None] = {}
+
+    def wait_for_calls(self) -> None:
+        """Waits until no other thread is in `call_soon_threadsafe`."""
+        deadline = time.monotonic() + _PATIENCE_SECS
+        while self._calls and time.monotonic() < deadline:
+            time.sleep(_CALL_SECS)
 
     def call_soon_threadsafe(self, callback: Any, *arguments: Any, context: Any = None) -> asyncio.Handle:
         """Has a function called in the loop, or not at all."""
         try:
+            self._calls[threading.get_ident()] = None
             return super().call_soon_threadsafe(callback, *arguments, context=context)
         except RuntimeError:
             if not self.is_closed():
@@ -178,13 +193,15 @@ class _EventLoop(asyncio.SelectorEventLoop):
             handle = asyncio.Handle(callback, arguments, self, context)
             handle.cancel()
             return handle
+        finally:
+            self._calls.pop(threading.get_ident(), None)
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # made in part only: the process was short of descriptors
             super().__del__()
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
+def _new_event_loop() -> _EventLoop:
     try:
         return _EventLoop()
     except OSError as error:
@@ -201,7 +218,7 @@ class _Serving:
     """
 
     def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.loop: _EventLoop | None = None
         self.error: BaseException | None = None
         self.begun = Latch()
         self.ended = Latch()
@@ -227,6 +244,7 @@ class _Serving:
                     task.cancel()
                 with contextlib.suppress(BaseException):
                     loop.run_until_complete(asyncio.wait(tasks))
+            loop.wait_for_calls()
             loop.close()
         finally:
             self.ended.set()

@@ -215,3 +215,28 @@ with LoopThread() as thread:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=800, check=False, env=environment
     )
     assert done.stdout.strip() == "interrupted", done.stderr
+
+
+def test_the_end_of_a_loop_waits_for_threads_that_call_it(monkeypatch):
+    """A native thread that waits for the interpreter's lock when Python ends would abort the process."""
+    thread, entered, leave = LoopThread(), threading.Event(), threading.Event()
+    wake = type(thread._loop)._write_to_self
+
+    def slowly(loop):
+        wake(loop)
+        if threading.current_thread().name == "native":
+            entered.set()
+            assert leave.wait(60)
+
+    monkeypatch.setattr(type(thread._loop), "_write_to_self", slowly)
+    calling = threading.Thread(target=lambda: thread._loop.call_soon_threadsafe(print), name="native")
+    calling.start()
+    assert entered.wait(60)
+    closing = threading.Thread(target=thread.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    leave.set()
+    for one in (calling, closing):
+        one.join(60)
+        assert not one.is_alive()
