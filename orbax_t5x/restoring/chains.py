@@ -18,7 +18,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.transforms import MODULE_OF as public_transforms
 from orbax_t5x.transforms.base import AnyTransform, Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Applied, Diagnostics
 from orbax_t5x.transforms.migrations import Migration, Migrations, expanded
 from orbax_t5x.transforms.model_surgery import adopt_orbax
 from orbax_t5x.transforms.run import run_transforms
@@ -218,20 +218,22 @@ def written_out(
     path: str | None,
     *,
     fillable: Collection[str] = (),
+    applied: Applied = None,
 ) -> tuple[AnyTransform, ...]:
     """Replaces `"auto"` in the chain by rules.
 
-    They lead from the source's leaves to the target's. Leaves of the target that are `fillable` need no rule.
+    They lead from the source's leaves to the target's. Leaves of the target that are `fillable` need no rule. The
+    applications of rule packs on the way are added to `applied`.
     """
     chain: list[AnyTransform] = []
     for transform in transforms:
         if isinstance(transform, FoundRules):
             before = run_transforms(chain, source, target, is_resuming=False, diagnostics=Diagnostics())
-            chain.extend(_rules_of_auto(before, target, path, fillable))
+            chain.extend(_rules_of_auto(before, target, path, fillable, applied))
         elif isinstance(transform, OneSource):
             below = transform.target_below(target)
             new = {name for name in below if name in fillable or prefixed(transform.source, name) in fillable}
-            steps = written_out(transform.steps, transform.own(source), below, path, fillable=new)
+            steps = written_out(transform.steps, transform.own(source), below, path, fillable=new, applied=applied)
             chain.extend([dataclasses.replace(transform, steps=steps)] if steps else [])
         else:
             chain.append(transform)
@@ -239,14 +241,15 @@ def written_out(
 
 
 def _rules_of_auto(
-    source: FlatState, target: Mapping[str, Any], path: str | None, fillable: Collection[str]
+    source: FlatState, target: Mapping[str, Any], path: str | None, fillable: Collection[str], applied: Applied
 ) -> tuple[Transform, ...]:
     if not target:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and there is no target"
         fix = Fix.any_of(_PASS_RULES, Fix.in_program("pass the target"))
         raise RestorePlanError([Problem("rule", None, what, fix)], path=path)
     try:
-        mapping = _mapping({name: leaf for name, leaf in source.items() if leaf is not None}, target, fillable)
+        leaves = {name: leaf for name, leaf in source.items() if leaf is not None}
+        mapping = _mapping(leaves, target, fillable, applied)
     except RestorePlanError as error:
         problems = [
             dataclasses.replace(problem, message=f"transforms={AUTO!r}: {problem.message}")
@@ -257,16 +260,16 @@ def _rules_of_auto(
     return mapping.parts
 
 
-def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str]) -> Any:
+def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str], applied: Applied) -> Any:
     """Finds the `FoundMapping` of the target, or without fallback leaves."""
     wanted = {name: leaf for name, leaf in target.items() if name not in fillable}
     if not wanted or len(wanted) == len(target):
-        return _find_rules(source, target)
+        return _find_rules(source, target, applied=applied)
     found = None
     with contextlib.suppress(RestorePlanError):
-        found = _find_rules(source, target)
+        found = _find_rules(source, target, applied=applied)
         if found.is_whole:
             return found
     with contextlib.suppress(RestorePlanError):
-        return _find_rules(source, wanted)
-    return found or _find_rules(source, target)
+        return _find_rules(source, wanted, applied=applied)
+    return found or _find_rules(source, target, applied=applied)

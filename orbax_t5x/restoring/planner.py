@@ -98,7 +98,7 @@ def plan_inputs(
     """Prepares the inputs of a plan."""
     given = (*sources.chain, *transforms)
     flattened = flatten_target(target)
-    diagnostics = Diagnostics(allows_unmapped=not options.strict)
+    diagnostics = Diagnostics(allows_unmapped=not options.strict, applied=[])
     stored = source = sources.leaves(diagnostics)
     for name in (*flattened.train_states, *flattened.inference_states):
         source = without_saved_whole_prefix(source, f"{name}/" if name else "")
@@ -109,7 +109,8 @@ def plan_inputs(
     if given:
         patterns = [] if options.fallback is None else list(options.fallback_for or ())
         fillable = {name for one in patterns for name in flattened.original if re.fullmatch(one, name)}
-        written = written_out(given, source, flattened.original, sources.path, fillable=fillable)
+        original, applied = flattened.original, diagnostics.applied
+        written = written_out(given, source, original, sources.path, fillable=fillable, applied=applied)
     return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics)
 
 

@@ -21,16 +21,16 @@ from orbax_t5x.optim.moments import SlotNames, rename_counts
 from orbax_t5x.rules.alignment.alignment import Alignment, align, align_leaves
 from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x
-from orbax_t5x.rules.inference import infer, slots_between, views_or_zeros, without_place
+from orbax_t5x.rules.inference import find_pack, slots_between, views_or_zeros, without_place
 from orbax_t5x.rules.layouts import find_layout, heads_of, leaves_of, parameters_of
-from orbax_t5x.rules.no_pack import WRITE_RULES
+from orbax_t5x.rules.no_pack import WRITE_RULES, refusal_between
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms import Drop, FollowOptimizer, Rename, Transform
 from orbax_t5x.transforms.dequantize import scales_beside
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Applied, Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 
 # What parameters are below in train states.
@@ -71,10 +71,13 @@ class _Way(NamedTuple):
     target: Leaves
 
 
-def find_rules(source_leaves: Any, target_leaves: Any, given: Mapping[str, str] | None = None) -> FoundMapping:
+def find_rules(
+    source_leaves: Any, target_leaves: Any, given: Mapping[str, str] | None = None, applied: Applied = None
+) -> FoundMapping:
     """Finds the transforms from a checkpoint's leaves to a target's.
 
-    A known pack that leaves leaves of the target to others is returned, too: a plan explains these best.
+    A known pack that leaves leaves of the target to others is returned, too: a plan explains these best. Applications
+    of packs are added to `applied`, so that a plan need not make them again.
 
     Raises:
       RestorePlanError: nothing leads there, or a parameter of the model has several readings.
@@ -85,30 +88,33 @@ def find_rules(source_leaves: Any, target_leaves: Any, given: Mapping[str, str] 
         alignment = align(source, target, given=given)
         if not alignment.is_complete:
             raise RestorePlanError([_problem(_Way((), (), source, target), alignment, given)])
-        parts = (*alignment.transforms, *_completion(alignment.transforms, source, target))
+        parts = (*alignment.transforms, *_completion(alignment.transforms, source, target, applied))
         return FoundMapping(parts, f"{_ALIGNED}: {calls_code(parts)}")
     slots = slots_between(source, target)
     given, source = source, _run(slots, source, target) if slots else source
-    pack, refusal = _infer_pack(source, target)
-    if pack is not None and _fills(pack.parts, source, target):
+    try:
+        pack, refusal = find_pack(source, target, applied), None
+    except RestorePlanError as error:
+        pack, refusal = None, error
+    if pack is not None and _fills(pack.parts, source, target, applied):
         return FoundMapping((*slots, *pack.parts), pack.found)
     if scales_beside(given, given) and not scales_beside(target, target):
         scaled = pack_function("scaled_fp8_to_float32")()
-        found = find_rules(_run((scaled,), given, target), target)
+        found = find_rules(_run((scaled,), given, target, applied), target, applied=applied)
         return found._replace(parts=(scaled, *found.parts))
     best: tuple[_Way, Alignment] | None = None
-    for way in _ways(pack, given, target):
+    for way in _ways(pack, given, target, applied):
         alignment, parts = _align_model(way)
         if alignment.is_complete and (way.before or way.after or _is_telling(source, target)):
             parts = (*way.before, *parts, *way.after)
-            parts = (*parts, *_completion(parts, given, target))
-            if _fills(parts, given, target):
+            parts = (*parts, *_completion(parts, given, target, applied))
+            if _fills(parts, given, target, applied):
                 return FoundMapping(parts, f"{_ALIGNED}: {calls_code(parts)}")
         if best is None or alignment.covered > best[1].covered:
             best = way, alignment
     if pack is not None:
         return FoundMapping((*slots, *pack.parts), pack.found, is_whole=False)
-    assert refusal is not None
+    refusal = refusal or refusal_between(source, target)
     is_explained = any(one.fix != WRITE_RULES for one in refusal.problems)
     if best is None or not best[1].open or not best[1].covered or is_explained:
         raise refusal if best is None else _with_sizes(refusal, best[0])
@@ -125,20 +131,14 @@ def _with_sizes(refusal: RestorePlanError, way: _Way) -> RestorePlanError:
     return RestorePlanError([dataclasses.replace(first, message=first.message + text), *others], path=refusal.path)
 
 
-def _infer_pack(source: Leaves, target: Leaves) -> tuple[RulePack | None, RestorePlanError | None]:
-    try:
-        return infer(source, target), None
-    except RestorePlanError as error:
-        return None, error
+def _run(transforms: Sequence[Transform], source: Leaves, target: Leaves, applied: Applied = None) -> dict[str, Any]:
+    diagnostics = Diagnostics(applied=applied)
+    return run_transforms(transforms, views_or_zeros(source), target, is_resuming=False, diagnostics=diagnostics)
 
 
-def _run(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> dict[str, Any]:
-    return run_transforms(transforms, views_or_zeros(source), target, is_resuming=False, diagnostics=Diagnostics())
-
-
-def _fills(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> bool:
+def _fills(transforms: Sequence[Transform], source: Leaves, target: Leaves, applied: Applied) -> bool:
     """Tests if transforms fill every parameter with its shape."""
-    result = _run(transforms, source, target)
+    result = _run(transforms, source, target, applied)
     return all(name in result and result[name].shape == tuple(leaf.shape) for name, leaf in _model(target).items())
 
 
@@ -162,7 +162,7 @@ def _model(leaves: Leaves) -> dict[str, Any]:
     return {name: leaf for name, leaf in every.items() if jnp.issubdtype(leaf.dtype, jnp.floating)} or every
 
 
-def _ways(pack: RulePack | None, source: Leaves, target: Leaves) -> Iterator[_Way]:
+def _ways(pack: RulePack | None, source: Leaves, target: Leaves, applied: Applied) -> Iterator[_Way]:
     """Yields candidates for alignment, the likeliest first."""
     last: Transforms = ()
     wanted: Leaves = target
@@ -175,10 +175,10 @@ def _ways(pack: RulePack | None, source: Leaves, target: Leaves) -> Iterator[_Wa
         firsts.append((forth,))
     firsts.append(())
     for first in dict.fromkeys(firsts):
-        made = _run(first, source, target) if first else source
+        made = _run(first, source, target, applied) if first else source
         yield _Way(first, last, made, wanted)
         for more in _with_heads(made, wanted):
-            yield _Way((*first, more), last, _run((more,), made, target), wanted)
+            yield _Way((*first, more), last, _run((more,), made, target, applied), wanted)
     if last:
         yield _Way((), (), source, target)
 
@@ -233,9 +233,9 @@ def _root(leaves: Leaves) -> str:
     return next((root for root in _ROOTS if names and all(name.startswith(root) for name in names)), "")
 
 
-def _completion(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> Transforms:
+def _completion(transforms: Sequence[Transform], source: Leaves, target: Leaves, applied: Applied) -> Transforms:
     """Returns transforms of step, counts and unwanted optimizers."""
-    state = _run(transforms, source, target)
+    state = _run(transforms, source, target, applied)
     last = slots_between(state, target)
     state = _run(last, state, target) if last else state
     names = rename_counts(state, target)

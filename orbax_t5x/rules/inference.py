@@ -24,7 +24,7 @@ from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of,
 from orbax_t5x.rules.pack import RulePack, join_packs
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.dequantize import scales_beside
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Applied, Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.prefix import change_between
 
@@ -88,8 +88,8 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
     return pack
 
 
-def find_pack(source_leaves: Any, target_leaves: Any) -> RulePack | None:
-    """Finds the pack of `infer`."""
+def find_pack(source_leaves: Any, target_leaves: Any, applied: Applied = None) -> RulePack | None:
+    """Finds the pack of `infer`, and adds to its applications."""
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
     seen, wanted = layouts_of(source, target)
     is_one_layout = seen.kind == wanted.kind or "unknown" in (seen.kind, wanted.kind)
@@ -99,18 +99,19 @@ def find_pack(source_leaves: Any, target_leaves: Any) -> RulePack | None:
         pack = _find_names(source, target, seen, wanted)
     if pack is None:
         return None
-    names = pack.apply(views_or_zeros(source), target, Diagnostics()) if pack.steps else source
+    views = views_or_zeros(source)
+    names = pack.apply(views, target, Diagnostics(applied=applied)) if pack.steps else source
     biases = _between_biases(names, target)
     if biases is not None:
         pack = join_packs((*pack.parts, biases), (biases.inverse(), *pack.inverse().parts) if pack.has_inverse else ())
-        names = pack.apply(views_or_zeros(source), target, Diagnostics())
+        names = pack.apply(views, target, Diagnostics(applied=applied))
     if scales_beside(names, names) and not scales_beside(target, target):
         pack = join_packs((*pack.parts, pack_function("scaled_fp8_to_float32")()), ())
-        names = pack.apply(views_or_zeros(source), target, Diagnostics())
+        names = pack.apply(views, target, Diagnostics(applied=applied))
     slots = slots_between(names, target)
     if slots:
         pack = join_packs((*pack.parts, *slots), (*slots, *pack.inverse().parts) if pack.has_inverse else ())
-        names = pack.apply(views_or_zeros(source), target, Diagnostics())
+        names = pack.apply(views, target, Diagnostics(applied=applied))
     dropped = without_place(names, target)
     if dropped:
         drop = Drop(dropped)

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.lazy.read_stats import counting_reads, note_read
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.dequantize import MARKER, QUANTIZED_ELSEWHERE, UNKNOWN_FORM, multiplied_by, notes_beside
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Application, Diagnostics
 from orbax_t5x.transforms.names import Drop, Keep
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.patterns.table import compile_pattern
@@ -190,6 +191,22 @@ class RulePack(Chain):
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         if self._joined:
             return run_transforms(self._joined, state, target, is_resuming=False, diagnostics=diagnostics)
+        if diagnostics.applied is None:
+            return self._apply(state, target, diagnostics)
+        for one in diagnostics.applied:
+            if one.is_of(self, state, target, diagnostics):
+                return one.repeat(diagnostics)
+        before = diagnostics.copy()
+        with counting_reads() as reads:
+            result = self._apply(state, target, diagnostics)
+        note_read(reads)
+        # Whoever plans counts the bytes that a caller's function reads.
+        if not reads.bytes_read and len(diagnostics.problems) == len(before.problems):
+            findings = before, diagnostics.copy()
+            diagnostics.applied.append(Application(self, dict(state), dict(target), dict(result), *findings))
+        return result
+
+    def _apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         before = len(diagnostics.problems)
         # The copy shares the caller's lists and dicts, so problems arrive there.
         quiet = dataclasses.replace(diagnostics, warns_of_unused=False)

@@ -4,9 +4,47 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
+from orbax_t5x.trees.flat import FlatState
+
+
+class Application(NamedTuple):
+    """Application of a transform, with its chain's findings."""
+
+    transform: object
+    state: FlatState
+    target: FlatState
+    result: FlatState
+    before: Diagnostics
+    after: Diagnostics
+
+    def is_of(self, transform: object, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> bool:
+        """Tests that the same transform gets the same objects."""
+        return (
+            _is_same(self.state, state)
+            and _is_same(self.target, target)
+            and (self.before.settings(), self.before.origins()) == (diagnostics.settings(), diagnostics.origins())
+            and self.transform == transform
+        )
+
+    def repeat(self, diagnostics: Diagnostics) -> dict[str, Any]:
+        """Records the findings again, and returns the result."""
+        diagnostics.warnings.extend(self.after.warnings[len(self.before.warnings) :])
+        diagnostics.explained.update(self.after.explained)
+        for found, made in zip(diagnostics.origins(), self.after.origins(), strict=True):
+            found.update(made)
+        return dict(self.result)
+
+
+def _is_same(one: FlatState, other: FlatState) -> bool:
+    return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
+
+
+Applied: TypeAlias = list[Application] | None
 
 
 @dataclasses.dataclass
@@ -32,6 +70,7 @@ class Diagnostics:
     Settings:
       warns_of_unused: whether a rule that matches nothing, and need not, is a warning; not so inside a rule pack.
       allows_unmapped: whether a rule pack may leave leaves of the model as they are; else each is a problem.
+      applied: earlier applications of rule packs, which are not made again, and where new ones are added; or None.
     """
 
     problems: list[Problem] = dataclasses.field(default_factory=list)
@@ -43,10 +82,17 @@ class Diagnostics:
     warns_of_unused: bool = True
     allows_unmapped: bool = False
     raised: list[Exception] = dataclasses.field(default_factory=list)
+    applied: Applied = dataclasses.field(default=None, repr=False, compare=False)
 
     def settings(self) -> Diagnostics:
         """Returns diagnostics without findings, with the same settings."""
-        return Diagnostics(warns_of_unused=self.warns_of_unused, allows_unmapped=self.allows_unmapped)
+        return Diagnostics(
+            warns_of_unused=self.warns_of_unused, allows_unmapped=self.allows_unmapped, applied=self.applied
+        )
+
+    def origins(self) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+        """Returns the rules, origins and fidelity of leaves."""
+        return self.rule_for, self.origin_of, self.fidelity
 
     def copy(self) -> Diagnostics:
         """Copies the findings, for two runs from here."""

@@ -86,6 +86,52 @@ def test_auto_applies_what_infer_finds_and_records_it_as_written_out(parameters)
     assert "mesh_tf_to_t5x()" in rules[0] and "t5_minimal_to_scanned(num_heads=4, head_dim=4)" in rules[1]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("is_of_a_source", [False, True])
+def test_auto_applies_each_pack_once(monkeypatch, strict, is_of_a_source):
+    """The plan is that of the rules found; if `strict=False` allows more, it is made anew."""
+    applied, apply = [], T.Chain.apply
+
+    def counted(self, state, target, diagnostics):
+        if isinstance(self, R.RulePack) and target:  # layouts are looked for without a target
+            applied.append(self.name)
+        return apply(self, state, target, diagnostics)
+
+    def facts(plan):
+        entries = [(entry.name, entry.sources, entry.how, entry.rule, entry.fidelity) for entry in plan.entries]
+        return entries, plan.unused, plan.dropped, plan.warnings, plan.provenance
+
+    config = t5_model.T5Config(embed=32, heads=6, head_dim=8, mlp=64, encoder_layers=2, decoder_layers=3)
+    split = {"target": jax.eval_shape(lambda: t5_model.init(config)[1]["params"])}
+    for source, target in ((BUNDLE, scanned_target()), (GOLDENS / "safetensors" / "t5_1_1", split)):
+        of, rules = (ot.Source(source, "auto"), ()) if is_of_a_source else (source, "auto")
+        applied.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(T.Chain, "apply", counted)
+            plan = ot.plan_restore(of, target, rules, strict=strict)
+        assert {name: applied.count(name) for name in applied} == {
+            pack.name: 1 if strict else 2 for pack in plan.found_rules if isinstance(pack, R.RulePack)
+        }
+        assert facts(plan) == facts(ot.plan_restore(source, target, plan.found_rules, strict=strict))
+        assert_trees_equal(plan.execute(), ot.restore(source, target, plan.found_rules, strict=strict))
+
+
+def test_auto_applies_a_pack_again_that_reads():
+    """So that the plan counts the bytes, as without auto."""
+
+    def doubled(state, target):
+        return {"target": jax.tree.map(lambda value: np.asarray(value) * 2, state["toy"])}
+
+    name = "encoder/layers_0/attention/query/kernel"
+    stored = checkpoint({f"toy/{name}": np.ones((4, 8), np.float32)})
+    target = {f"target/{name}": np.zeros((4, 8), np.float32)}
+    pack = R.RulePack((doubled,), (), "toy_to_t5x", f"toy/{name}").between("toy", "minimal", marks="^toy/")
+    with R.register(pack):
+        plan = ot.plan_restore(stored, target, "auto")
+        assert plan.bytes_read_at_planning == ot.plan_restore(stored, target, [pack]).bytes_read_at_planning == 128
+        assert plan.execute()[f"target/{name}"][0, 0] == 2
+
+
 def test_auto_from_hugging_face():
     source = GOLDENS / "safetensors" / "t5_1_1"
     config = t5_model.T5Config(embed=32, heads=6, head_dim=8, mlp=64, encoder_layers=2, decoder_layers=3)
