@@ -212,6 +212,8 @@ class Evidence:
             return "", "its name is that of another module, which is there, too", [source]
         if self._is_beside_another(source, target):
             return "", "the leaves beside it are another module's", [source]
+        if self._lacks_twin(source, target, 0) or self._lacks_twin(target, source, 1):
+            return "", "an alike tower has no such pair, though other leaves that may be its", [source]
         left = [one for one in self._rivals(source, target, 0) if not self._is_ruled_out(source, target, one, 0)]
         if left:
             return "", "several leaves of its shape are alike", [source, *left]
@@ -288,6 +290,48 @@ class Evidence:
         forth = any(self.target_of[one].template[:-1] == target.template[:-1] for one in ours)
         back = any(self.proven[one].template[:-1] == source.template[:-1] for one in theirs)
         return bool(ours and theirs) and not forth and not back
+
+    def _lacks_twin(self, kind: LeafKind, other: LeafKind, side: int) -> bool:
+        """Tests that an alike tower has no such pair of other words.
+
+        New and moved modules share words with modules that are left out.
+        """
+        if kind.module_parts[-1:] == other.module_parts[-1:]:
+            return False
+        settled = self.proven if side == 0 else self.target_of
+        others = [one for one in self._tree(1 - side).by_bag[other.bag] if one is not other]
+        # Numbered towers are layers; there a twin is the same kind.
+        lacking, layer = kind.places - other.places, _layer_of(other)
+        if any(one not in settled and _layer_of(one) == layer and one.places & lacking for one in others):
+            return True
+        for tower in self._tree(side).twin_towers(kind):
+            tail = kind.meanings[len(tower) :]
+            for its in self._towers_of(tower, kind, other, side):
+                size = len(its)
+                there = {one.meanings[size:]: one for one in others if one.template[:size] == its}
+                if other.meanings[size:] in there:
+                    continue
+                beside = {one.meanings[size:] for one in others if one.template[:size] == other.template[:size]}
+                for name, one in there.items():
+                    partner = settled.get(one)
+                    # The twin's partner is here, too, and is as good.
+                    is_twins = partner is not None and partner.meanings[len(tower) :] == tail and name in beside
+                    if partner is None or is_twins:
+                        return True
+        return False
+
+    def _towers_of(self, tower: Template, kind: LeafKind, other: LeafKind, side: int) -> set[Template]:
+        """Finds a tower's counterparts beside a leaf by proven pairs, or by name."""
+        at, most = len(tower) - 1, len(other.template) - 2
+        partners = self.target_of if side == 0 else self.proven
+        shared = [
+            (one.template, _shared(one, other)) for one in map(partners.get, self._below[side].get(tower, ())) if one
+        ]
+        return {template[: size + 1] for template, size in shared if size < most} or {
+            (*other.template[:size], tower[at])
+            for size, part in enumerate(other.template[: max(most, 0)])
+            if part == kind.template[at]
+        }
 
     def _is_ruled_out(self, kind: LeafKind, other: LeafKind, rival: LeafKind, side: int) -> bool:
         """Tests that a rival of this side is not its pair's."""

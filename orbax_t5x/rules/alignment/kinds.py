@@ -86,6 +86,11 @@ class LeafKind:
         """The meanings of the parts that name modules."""
         return frozenset(map(meaning_of, self.module_parts))
 
+    @functools.cached_property
+    def meanings(self) -> Template:
+        """The parts of the template by their meanings."""
+        return tuple(map(meaning_of, self.template))
+
     @property
     def last(self) -> str:
         """The last part, which names the array in its module."""
@@ -124,6 +129,8 @@ class Tree:
         self._numbers: dict[Template, int] = {}
         self._bags: dict[Template, collections.Counter[tuple[Any, ...]]] = {}
         self._chains: dict[LeafKind, list[tuple[Template, int]]] = {}
+        self._twins: dict[LeafKind, list[Template]] = {}
+        self._tails_of: dict[Template, frozenset[Template]] = {}
         self.kinds = kinds
         self.by_bag: dict[tuple[Any, ...], list[LeafKind]] = {}
         self.by_template: dict[tuple[Template, Any], LeafKind] = {}
@@ -163,6 +170,28 @@ class Tree:
                     chain.append((node, number))
             self._chains[kind] = chain
         return self._chains[kind]
+
+    def twin_towers(self, kind: LeafKind) -> list[Template]:
+        """Returns alike modules beside a leaf's that have its namesake."""
+        if kind not in self._twins:
+            found: list[Template] = []
+            for at in range(len(kind.template) - 2):
+                tails = self._tails(kind.template[: at + 1])
+                for part in self._below[kind.template[:at]]:
+                    other = self._tails((*kind.template[:at], part)) if part != kind.template[at] else frozenset()
+                    is_alike = 2 * len(tails & other) >= max(len(tails), len(other))
+                    if is_alike and kind.meanings[at + 1 :] in other:
+                        found.append((*kind.template[:at], part))
+            self._twins[kind] = found
+        return self._twins[kind]
+
+    def _tails(self, node: Template) -> frozenset[Template]:
+        """Returns the meanings of all names in a module, from there."""
+        if node not in self._tails_of:
+            size = len(node)
+            inside = (kind.meanings[size:] for kind in self.kinds if kind.template[:size] == node)
+            self._tails_of[node] = frozenset(inside)
+        return self._tails_of[node]
 
     def _number(self, node: Template) -> int:
         """Numbers modules by their structure."""

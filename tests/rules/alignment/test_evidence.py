@@ -133,3 +133,33 @@ def test_a_change_of_words_is_proven_by_other_leaves_of_the_module(last, is_open
     source = {"target/wide": (8, 16), "target/tall": (24, 8), "target/bias": (5,)}
     target = {"params/net_wide": (8, 16), "params/net_tall": (24, 8), f"params/{last}": (5,)}
     assert open_leaves(source, target) == ({f"params/{last}"} if is_open else set())
+
+
+# In each the second tower of the target has a module that is new or moved, and shares a word with one that is left out:
+# modules of the towers in the source and in the target, and what may be known of the target.
+ALIKE = {
+    "a new one of the same meaning": (({"dense", "up"}, {"dense", "up"}), ({"dense", "rel"}, {"dense", "rel", "w1"})),
+    "a moved one of the same meaning": (
+        ({"attn", "ff", "ffn"}, {"attn", "ff"}),
+        ({"attn", "rel"}, {"attn", "rel", "ffn"}),
+    ),
+    "a moved one with a word of it": (({"y", "fc1", "fc1n"}, {"y", "fc1"}), ({"y", "ron"}, {"y", "ron", "fc1n"})),
+}
+
+
+@pytest.mark.parametrize("towers", [("encoder", "decoder"), ("net1", "net2"), ("policy", "value_net")])
+@pytest.mark.parametrize("case", ALIKE)
+def test_words_in_alike_towers_prove_nothing_of_new_modules(case, towers):
+    source, target = (
+        {
+            f"{tower}/{layers}/{module}/{last}": VECTOR if module not in ("attn", "dense", "y") else SQUARE
+            for tower, modules in zip(towers, sides, strict=True)
+            for module in modules
+            for last in ("scale", "bias")
+        }
+        for sides, layers in zip(ALIKE[case], ("layer_0", "block0"), strict=True)
+    )
+    (new,) = ALIKE[case][1][1] - ALIKE[case][1][0]
+    found = ot.rules.align(tree(source), tree(target))
+    assert {name for name in target if f"/{new}/" in name} <= found.open.keys()
+    assert any(f"/{module}/" in name for name in found._moves for module in ("attn", "dense", "y"))
