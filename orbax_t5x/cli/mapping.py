@@ -17,6 +17,7 @@ from orbax_t5x.cli.arguments import checked_rules, json_kind, read_map, resuming
 from orbax_t5x.cli.rule_packs import AUTO, pack_argument
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.restoring.options import RestoreOptions
+from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.text.output import UsageError
 from orbax_t5x.transforms import AssignmentMap, Rename, Transform, Translate
@@ -67,10 +68,9 @@ class RuleOptions:
     def _found(self, leaves: Mapping[str, Any], target: Mapping[str, Any] | None) -> tuple[Transform, ...]:
         try:
             return find_rules(leaves, target, self._given).parts
-        except ValueError as error:
-            if self._given and type(error) is ValueError:
-                raise UsageError(str(error).replace("given=", "--given ")) from error
-            raise
+        except GivenError as error:
+            options = " ".join(f"--given {old}={new}" for old, new in error.answers)
+            raise UsageError(f"{options}: {error.reason}") from error
 
     def _is_translated(self, source: Checkpoint, is_bundle: bool) -> bool:
         """Returns True for bundles, unless an option or a pack decides otherwise."""

@@ -180,6 +180,17 @@ def test_a_bundle_is_not_translated_twice(run, tmp_path):
     assert_equals(arrays_of(tmp_path / "b"), arrays_of(tmp_path / "a"))
 
 
+def test_wrong_answers_are_options_in_the_error(run, tmp_path):
+    files = tmp_path / "source.safetensors", tmp_path / "target.safetensors"
+    for file, names in zip(files, (("given=a", "b"), ("x", "y")), strict=True):
+        safetensors.numpy.save_file({name: np.ones((4, 5), np.float32) for name in names}, file)
+    command = "plan", files[0], "--target", files[1], "--rules", "auto"
+    code, _, err = run(*command, "--given", "b=z")
+    assert code == 2 and "--given b=z: the target has no parameter 'z'" in err
+    code, _, err = run(*command, "--given", "b=x", "--given", "given==x")
+    assert code == 2 and "the source has no parameter 'given'" in err
+
+
 def test_convert_fills_a_target_by_the_rules_of_a_file(run, tmp_path):
     source = {f"layers_{i}/kernel": np.full((2, 3), i, np.float32) for i in range(3)} | {
         "extra": np.ones(1, np.float32)
