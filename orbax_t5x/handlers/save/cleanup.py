@@ -118,7 +118,19 @@ def remove_failed(directory: Any) -> None:
     The directory is removed, too, unless Orbax still uses it.
     """
     save = _unfinished.get(os.fspath(directory))
-    _remove(directory, with_directories=save is None or not save.in_background)
+    in_background = save is not None and save.in_background
+    if in_background:
+        _await_mark(os.fspath(directory))
+    _remove(directory, with_directories=not in_background)
+
+
+def _await_mark(directory: str) -> None:
+    """Waits until Orbax has written its metadata in the background."""
+    path, end = Path(directory), time.monotonic() + _METADATA_TIMEOUT_SECS
+    while url_scheme(directory) is None and path.is_dir() and not (path / COMMIT_FILE).exists():
+        if _is_unfinished(path) or time.monotonic() > end:
+            return
+        time.sleep(_POLL_SECS)
 
 
 def _remove(directory: Any, *, with_directories: bool) -> None:

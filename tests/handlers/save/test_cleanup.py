@@ -151,6 +151,27 @@ def test_a_failed_save_leaves_no_data_in_either_mode(tmp_path, monkeypatch, mode
         assert manager.all_steps() == [0, 1]
 
 
+def test_a_failed_save_waits_for_the_metadata_that_mark_it(tmp_path, monkeypatch):
+    """Orbax writes them in the background, and a save may fail before."""
+    step = tmp_path / "1"
+    (step / "default" / "d").mkdir(parents=True)
+    (step / "default" / "d" / "data").write_bytes(b"data")
+    looked = []
+
+    def lacks_commit_time(folder):
+        looked.append(folder)
+        if len(looked) == 5:
+            (step / "_CHECKPOINT_METADATA").write_text('{"commit_timestamp_nsecs": null}')
+        return read(folder)
+
+    read = cleanup._lacks_commit_time
+    monkeypatch.setattr(cleanup, "_lacks_commit_time", lacks_commit_time)
+    monkeypatch.setattr(cleanup, "_unfinished", {})
+    cleanup.note_begun(step / "default", in_background=True)
+    cleanup.remove_failed(step / "default")
+    assert data_files(tmp_path) == [] and len(looked) > 5
+
+
 @pytest.mark.parametrize(("stage", "writes"), [("refused", 1), ("write", 1), ("finalize", 2)])
 def test_a_failed_save_leaves_the_directory_that_orbax_still_describes(tmp_path, monkeypatch, stage, writes):
     """Orbax writes a step's metadata in a thread of its own, however late: the next save must not meet its error."""
