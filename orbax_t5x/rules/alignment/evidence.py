@@ -321,7 +321,7 @@ class Evidence:
         return False
 
     def _towers_of(self, tower: Template, kind: LeafKind, other: LeafKind, side: int) -> set[Template]:
-        """Finds a tower's counterparts beside a leaf by proven pairs, or by name."""
+        """Finds a tower's counterparts, by proven pairs or by name."""
         at, most = len(tower) - 1, len(other.template) - 2
         partners = self.target_of if side == 0 else self.proven
         shared = [
