@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from orbax_t5x.registry import Registry, RegistryEntry
-from orbax_t5x.rules.pack import PackCall, RulePack, join_packs
+from orbax_t5x.rules.pack import PackCall, RulePack, join_packs, names_of_layouts
 
 _HEADS = ("num_heads", "head_dim")
 _AXIS = ("scan_axis",)
@@ -108,7 +109,7 @@ def register(pack: RulePack) -> RegistryEntry:
     `ot.rules.NAME()` is the pack.
 
     Args:
-      pack: has a name, and two named layouts by `RulePack.between`. A new layout has marks.
+      pack: has a name, and two named layouts by `RulePack.between`. A new layout has marks that no known name has.
 
     Returns:
       An object with `unregister()`; as a context manager it ends with the block.
@@ -192,6 +193,9 @@ def _edge_of(name: str, pack: RulePack, rows: tuple[Edge, ...]) -> Edge:
         raise ValueError(f"{name}: {unknown[0]!r} is a new layout; give the marks= that tell it by names")
     if not unknown and pack.marks:
         raise ValueError(f"{name}: {source!r} and {target!r} are known; only a new layout has marks")
+    other = next(filter(re.compile(pack.marks).search, _known_names()), None) if unknown else None
+    if other is not None:
+        raise ValueError(f"{name}: the marks {pack.marks!r} are in {other!r}, too, a name of another layout")
     edge = Edge(source, target, name, pack.marks, has_way_back=pack.has_inverse, marks_target=unknown == [target])
     if not unknown and any(
         _shortest_path(rows, *ends) is not None
@@ -199,6 +203,16 @@ def _edge_of(name: str, pack: RulePack, rows: tuple[Edge, ...]) -> Edge:
     ):
         raise ValueError(f"{name}: packs lead from {source!r} to {target!r} already")
     return edge
+
+
+@functools.cache
+def _known_names() -> tuple[str, ...]:
+    """Lists leaf names of the package's layouts."""
+    names: dict[str, None] = {}
+    for edge in EDGES:
+        pack = pack_function(edge.pack)(**dict.fromkeys(edge.arguments, 1), **dict(edge.given))
+        names.update(dict.fromkeys(names_of_layouts(pack)))
+    return tuple(names)
 
 
 def marked_layouts() -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
@@ -345,6 +345,13 @@ def is_pack(transform: object) -> bool:
 def pack_of(call: PackCall, steps: tuple[AnyTransform, ...], back: tuple[AnyTransform, ...], **fields: Any) -> RulePack:
     """Makes the pack of a call."""
     return RulePack(steps, back, call.name, _call=call, **fields)
+
+
+def names_of_layouts(pack: RulePack) -> Iterator[str]:
+    """Yields the leaf names of both layouts, in layer 0."""
+    yield from filter(None, (pack.example, pack.back_example))
+    for table in (pack._leaves, pack._leaves_back):
+        yield from (name.replace("*", "0") for name in (table.leaves if table else ()))
 
 
 def join_packs(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
