@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from orbax_t5x import on_demand
 from orbax_t5x.files.interface import Files
@@ -17,50 +17,34 @@ from orbax_t5x.files.limits import Limits, metadata_budget
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import url_scheme
 
+if TYPE_CHECKING:
+    from orbax_t5x.files.transcript import Transcript
+
 _Result = TypeVar("_Result")
-_remote_files = on_demand.function("orbax_t5x.files.remote.remote_store", "RemoteFiles")
-
-
-class Recorder(Protocol):
-    """Maker of files with answers shared between processes.
-
-    Answers are recorded for other processes, or come from another process.
-
-    Attributes:
-      transcript: the answers.
-    """
-
-    transcript: Any
-
-    def local(self, path: str) -> Files:
-        """Makes the files of a local path."""
-        ...
-
-    def transport(self, transport: Any, base: str) -> Any:
-        """Wraps the requests to a server or bucket."""
-        ...
+_remote_files = on_demand.function("orbax_t5x.files.remote.remote_files", "RemoteFiles")
+_recorded_files = on_demand.function("orbax_t5x.files.recorded", "RecordedFiles")
 
 
 class Opening:
-    """Connections of a call, by server and bucket.
+    """Servers and buckets of a call.
 
     Attributes:
       timeout: seconds that one read of a remote store may take.
-      connections: by their URL.
+      servers: by their URL.
     """
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self.connections: dict[str, Any] = {}
+        self.servers: dict[str, Any] = {}
 
     def close_idle(self) -> None:
         """Closes the connections that no request uses."""
-        for connection in self.connections.values():
-            connection.close_idle()
+        for server in self.servers.values():
+            server.close_idle()
 
 
 _OPENING: ContextVar[Opening | None] = ContextVar("orbax_t5x_opening", default=None)
-_RECORDER: ContextVar[Recorder | None] = ContextVar("orbax_t5x_recorder", default=None)
+_TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("orbax_t5x_transcript", default=None)
 
 
 def current_opening() -> Opening:
@@ -68,30 +52,31 @@ def current_opening() -> Opening:
     return _OPENING.get() or Opening(Limits().io_timeout_secs)
 
 
-def current_recorder() -> Recorder | None:
-    """Returns the recorder of the opening that runs."""
-    return _RECORDER.get()
+def current_transcript() -> Transcript | None:
+    """Returns the transcript of an opening that processes share."""
+    return _TRANSCRIPT.get()
 
 
 def answered(request: Sequence[Any], ask: Callable[[], _Result]) -> _Result:
     """Asks a question that belongs to no files yet."""
-    recorder = current_recorder()
-    return ask() if recorder is None else recorder.transcript.answer(request, ask)
+    transcript = current_transcript()
+    return ask() if transcript is None else transcript.answer(request, ask)
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Generator[None, None, None]:
-    """Makes all files through a recorder."""
-    token = _RECORDER.set(recorder)
+def using(transcript: Transcript) -> Generator[None, None, None]:
+    """Records or replays the answers of an opening."""
+    token = _TRANSCRIPT.set(transcript)
     try:
         yield
     finally:
-        _RECORDER.reset(token)
+        _TRANSCRIPT.reset(token)
+        transcript.close()
 
 
 @contextmanager
 def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
-    """Shares connections during a call, and calls inside it."""
+    """Shares servers during a call, and calls inside it."""
     if (entered := _OPENING.get()) is not None:
         yield entered
         return
@@ -106,16 +91,16 @@ def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
         raise
     finally:
         _OPENING.reset(token)
-        for connection in made.connections.values():
-            connection.forget()
+        for server in made.servers.values():
+            server.forget()
 
 
 def files_at(path: str) -> Files:
     """Makes the files of a directory or file, local or remote."""
     if url_scheme(path) is not None:
         return _remote_files(path)
-    recorder = _RECORDER.get()
-    return LocalFiles(path) if recorder is None else recorder.local(path)
+    transcript = current_transcript()
+    return LocalFiles(path) if transcript is None else _recorded_files(path, transcript)
 
 
 def open_directory_of(path: str) -> tuple[Files, str]:

@@ -1,4 +1,4 @@
-"""Files and requests with answers shared between a job's processes.
+"""Files with answers shared between a job's processes.
 
 They are recorded for the other processes, or were given on the process that recorded them. Of a received answer inodes
 and modification times may be of another disk: such files are compared by their sizes, until this process has seen them
@@ -7,132 +7,24 @@ itself.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError
+from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
 from orbax_t5x.files.descriptor import Descriptor
 from orbax_t5x.files.interface import ArrayDirectory, Look, Subdirectories
 from orbax_t5x.files.local import File, LocalFiles
 from orbax_t5x.files.paths import FileIdentity
-from orbax_t5x.files.places import Recorder, recording
-from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, Transport, Version
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 from orbax_t5x.files.tree_checks import TreeSnapshot
 
 
-class RecordedTransport(Transport):
-    """Server with answers that are recorded, or replayed from a transcript."""
-
-    def __init__(self, server: Transport, base: str, transcript: Transcript):
-        """Wraps a server with the URL `base`."""
-        self.is_bounded = server.is_bounded
-        self._server = server
-        self._base = base
-        self._transcript = transcript
-
-    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
-        request = ("read", self._base, key, wanted.start, wanted.stop)
-        found = self._transcript.find(request)
-        if found is not None and len(found.data) <= wanted.most:
-            return _given_response(found.value, found.data)
-        if self._transcript.is_received or self._transcript.is_closed:
-            return self._server.read(key, wanted, is_awaited=is_awaited)
-        pending = self._server.read(key, wanted._replace(into=None), is_awaited=is_awaited)
-        return _Recorded(pending, request, self._transcript)
-
-    def close_idle(self) -> None:
-        self._server.close_idle()
-
-
-class RecordedBucket(RecordedTransport, ListedTransport):
-    """Bucket like `RecordedTransport`."""
-
-    def __init__(self, bucket: ListedTransport, base: str, transcript: Transcript):
-        """Wraps a bucket with the URL `base`."""
-        super().__init__(bucket, base, transcript)
-        self._bucket = bucket
-
-    def names(self, prefix: str, timeout: float) -> list[str]:
-        return self._transcript.answer(["names", self._base, prefix], lambda: self._bucket.names(prefix, timeout))
-
-
-class _Recorded(PendingResponse):
-    """Request that records its response."""
-
-    def __init__(self, pending: PendingResponse, request: tuple[Any, ...], transcript: Transcript):
-        self._pending = pending
-        self._request = request
-        self._transcript = transcript
-
-    def result(self, timeout: float | None = None) -> Response | None:
-        try:
-            answer = self._pending.result(timeout)
-        except (TimeoutError, CheckpointError):
-            raise
-        except ValueError as error:
-            self._transcript.add(self._request, ["failed", str(error)])
-            raise
-        if answer is None:
-            self._transcript.add(self._request, ["none"])
-        else:
-            marks = [mark.hex() for mark in answer.version]
-            self._transcript.add(self._request, ["found", marks, answer.file_bytes], answer.data)
-        return answer
-
-    def done(self) -> bool:
-        return self._pending.done()
-
-    def cancel(self) -> object:
-        return self._pending.cancel()
-
-
-def _given_response(value: list[Any], data: bytes) -> concurrent.futures.Future[Response | None]:
-    """Returns the response to a request that need not be sent."""
-    future: concurrent.futures.Future[Response | None] = concurrent.futures.Future()
-    kind = value[0]
-    if kind == "failed":
-        future.set_exception(ValueError(value[1]))
-    else:
-        version = Version(*map(bytes.fromhex, value[1])) if kind == "found" else None
-        future.set_result(None if version is None else Response(data, version, value[2]))
-    return future
-
-
 def _same(value: Any) -> Any:
     return value
-
-
-class TranscriptRecorder(Recorder):
-    """Maker of files that record into a transcript, or answer from it."""
-
-    def __init__(self, transcript: Transcript):
-        """Holds the transcript."""
-        self.transcript = transcript
-
-    def local(self, path: str) -> RecordedFiles:
-        return RecordedFiles(path, self.transcript)
-
-    def transport(self, transport: Transport, base: str) -> RecordedTransport:
-        kind = RecordedBucket if hasattr(transport, "names") else RecordedTransport
-        return kind(cast("Any", transport), base, self.transcript)
-
-
-@contextmanager
-def using(transcript: Transcript) -> Generator[None, None, None]:
-    """Records or replays the answers of an opening."""
-    try:
-        with recording(TranscriptRecorder(transcript)):
-            yield
-    finally:
-        transcript.close()
 
 
 def _look_as_data(look: Look) -> list[Any]:

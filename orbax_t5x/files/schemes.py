@@ -38,16 +38,13 @@ class Scheme(NamedTuple):
       find: returns the URL of a user without encoding, from where names are appended to it as they are; or the path of
         local files that it downloaded.
       parse: splits such a URL.
-      transport: makes the client of a server or bucket, by its URL and the clock of its responses; a
-        `ListedTransport` if `can_list`.
-      can_list: whether servers list their files.
+      server: makes the `Server` of a URL's base, with the clock of its responses.
       download: returns a local directory with those of some files that a directory has; None if they are read in place.
     """
 
     find: Callable[[str], str]
     parse: Callable[[str], StoreUrl]
-    transport: Callable[[str, Any], Any]
-    can_list: bool = True
+    server: Callable[[str, Any], Any]
     download: Callable[[str, Sequence[str]], str] | None = None
 
 

@@ -30,11 +30,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from orbax_t5x import on_demand
 from orbax_t5x.concurrency import call_in_thread
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.files.error_data import error_as_data, error_from_data
-from orbax_t5x.files.places import current_recorder
+from orbax_t5x.files.places import current_transcript, using
 from orbax_t5x.files.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpoint
 from orbax_t5x.multihost.coordination import (
     has_backend,
@@ -47,9 +46,6 @@ from orbax_t5x.multihost.coordination import (
 )
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import POLL_SECS, sending_heartbeats, wait_with_living_peers
-
-_Using = Callable[[Transcript], contextlib.AbstractContextManager[None]]
-_using: _Using = on_demand.function("orbax_t5x.files.recorded", "using")  # several processes only
 
 _KEYS = "orbax_t5x/catalogue/"
 _BEGUN = "orbax_t5x/catalogue_begun/"  # no key below it holds bytes, so that it can be read as text
@@ -100,7 +96,7 @@ def openings_of(processes: Any) -> Generator[None, None, None]:
 
 def opened_once(call: Sequence[Any], path: str, function: Callable[[], _Result]) -> _Result:
     """Calls a function that reads metadata once for all processes."""
-    if current_recorder() is not None or not jax.distributed.is_initialized() or service_process_count() < 2:
+    if current_transcript() is not None or not jax.distributed.is_initialized() or service_process_count() < 2:
         return function()
     current = _call.get()
     if current is None:
@@ -125,7 +121,7 @@ def opened_once(call: Sequence[Any], path: str, function: Callable[[], _Result])
             raise lost_process(error, path) from error
         if transcript is None:
             return function()
-        with _using(transcript):
+        with using(transcript):
             return function()
 
 
@@ -220,7 +216,7 @@ def _publish(store: Any, name: str, function: Callable[[], _Result], is_collecti
     publication.begin()
     transcript = Transcript()
     try:
-        with _using(transcript):
+        with using(transcript):
             result = function()
             whole = transcript.encode()
     except BaseException as error:

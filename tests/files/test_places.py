@@ -8,7 +8,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.places import answered, current_opening, current_recorder, opening, recording
+from orbax_t5x.files.places import answered, current_opening, current_transcript, opening, using
 from orbax_t5x.files.transcript import Transcript
 from tests.support.bundle_writer import bundle_of
 
@@ -46,7 +46,7 @@ def test_an_empty_path_and_a_list_of_paths(tmp_path):
             ot.open_checkpoint(nothing)
 
 
-class Connection:
+class Server:
     def __init__(self):
         self.calls = []
 
@@ -62,23 +62,20 @@ def test_an_opening_inside_another_is_the_same():
         assert outer.timeout == 3 and current_opening() is outer
         with opening(Limits(io_timeout_secs=4)) as inner:
             assert inner is outer
-        outer.connections["x"] = connection = Connection()
-    assert connection.calls == ["forget"] and current_opening() is not outer
+        outer.servers["x"] = server = Server()
+    assert server.calls == ["forget"] and current_opening() is not outer
 
 
 def test_a_failed_opening_closes_its_connections():
-    connection = Connection()
+    server = Server()
     with pytest.raises(KeyError), opening() as made:
-        made.connections["x"] = connection
+        made.servers["x"] = server
         raise KeyError
-    assert connection.calls == ["close_idle", "forget"]
+    assert server.calls == ["close_idle", "forget"]
 
 
 def test_a_question_without_files_is_asked_once_for_all():
-    class Recorder:
-        transcript = Transcript()
-
     assert answered(["commit"], lambda: "alone") == "alone"
-    with recording(Recorder()):
-        assert answered(["commit"], lambda: "first") == "first" and current_recorder().transcript.encode()
-    assert current_recorder() is None
+    with using(shared := Transcript()):
+        assert answered(["commit"], lambda: "first") == "first" and b"commit" in shared.encode()
+    assert current_transcript() is None and shared.is_closed

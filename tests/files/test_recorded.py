@@ -7,8 +7,8 @@ import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError
 from orbax_t5x.files.local import LocalFiles
-from orbax_t5x.files.places import files_at
-from orbax_t5x.files.recorded import RecordedFiles, using
+from orbax_t5x.files.places import files_at, using
+from orbax_t5x.files.recorded import RecordedFiles
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 
 HERE = Viewpoint(3, 0)

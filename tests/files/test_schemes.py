@@ -22,7 +22,7 @@ def test_urls(url, base, key):
 
 def test_each_scheme_answers_for_its_urls():
     assert scheme_of("/a/b") is None and scheme_of("a:") is None
-    assert not scheme_of("http://host/x").can_list and scheme_of("GS://bucket/x").can_list
+    assert not scheme_of("http://host/x").server.can_list and scheme_of("GS://bucket/x").server.can_list
     assert scheme_of("GS://bucket/x").find("GS://bucket/x") == "gs://bucket/x"
     assert scheme_of("https://host/x").find("HTTPS://host/a%20b") == "https://host/a b"
     with pytest.raises(UnsupportedCheckpointError, match="not read; http, https, s3, gs, hf and local"):

@@ -11,10 +11,10 @@ import re
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointIOError, error_at
 from orbax_t5x.extras.web.hub import MODEL_FILES, HubPath, download, is_cached, parse_hub_path
 from orbax_t5x.extras.web.hub_commit import Commit, find_commit
-from orbax_t5x.extras.web.hub_ranges import HubFiles
+from orbax_t5x.extras.web.hub_ranges import HubServer
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import shared_path
-from orbax_t5x.files.remote.transport import ResponseClock
+from orbax_t5x.files.remote.responses import ResponseClock
 
 _logger = logging.getLogger(__name__)
 _COMMIT_HASH = re.compile(r"[0-9a-f]{40}", re.ASCII)
@@ -50,7 +50,7 @@ def locate(path: str) -> str:
     if is_cached(wanted.repository, commit.revision, files[0]):
         return _download(path, commit)
     base = f"hf://{wanted.repository}@{commit.revision}"
-    if not HubFiles(base, ResponseClock(Limits().io_timeout_secs)).takes_ranges(files[0]):
+    if not HubServer(base, ResponseClock(Limits().io_timeout_secs)).takes_ranges(files[0]):
         _logger.warning("%s: the hub answers no byte ranges; the files are downloaded whole", path)
         return _download(path, commit)
     return f"{base}/{wanted.file}" if wanted.file else base

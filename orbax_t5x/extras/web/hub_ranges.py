@@ -7,7 +7,6 @@ is read belongs to one commit: a server that then answers with another ETag or a
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -26,11 +25,12 @@ from orbax_t5x.extras.web.hub_commit import find_commit, known_commit
 from orbax_t5x.extras.web.web_answer import PAGE_BYTES, content_range, read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import PassingError, WebResponse
-from orbax_t5x.extras.web.web_server import WebServer
+from orbax_t5x.extras.web.web_server import WebClient
 from orbax_t5x.files.places import answered
 from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.request_errors import is_ignored_range, remote_error
-from orbax_t5x.files.remote.transport import ListedTransport, PendingResponse, Response, ResponseClock, Version
+from orbax_t5x.files.remote.responses import PendingResponse, Response, ResponseClock, Version, known_response
+from orbax_t5x.files.remote.server import Server
 
 _Result = TypeVar("_Result")
 
@@ -67,12 +67,11 @@ class HubRequests:
       endpoint: URL of the hub.
     """
 
-    def __init__(self, clock: ResponseClock):
+    def __init__(self) -> None:
         """Makes no request."""
         self.endpoint: str = hub_endpoint()
         self._token = hub_token()
-        self._clock = clock
-        self._servers: dict[str, WebServer] = {}
+        self._clients: dict[str, WebClient] = {}
 
     def send(
         self,
@@ -83,7 +82,7 @@ class HubRequests:
         *,
         see: Callable[[HubResponse], None] = _ignore,
     ) -> _Result:
-        """Sends a request once, and follows redirects; like `WebServer.exchange`."""
+        """Sends a request once, and follows redirects; like `WebClient.exchange`."""
 
         def follow(response: WebResponse, wanted: BoundedRange) -> _Result | _Redirect:
             answer = HubResponse(url, response, wanted)
@@ -94,30 +93,30 @@ class HubRequests:
             return _Redirect(_next_url(url, response.headers.get("location")))
 
         for _ in range(_MOST_REDIRECTS):
-            server, target, headers = self._server(url)
-            found = server.exchange(target, wanted, follow, request, headers=headers)
+            client, target, headers = self._client(url)
+            found = client.exchange(target, wanted, follow, request, headers=headers)
             if not isinstance(found, _Redirect):
                 return found
             url = found.url
         raise ValueError(f"UNKNOWN: more than {_MOST_REDIRECTS} redirects")
 
-    def _server(self, url: str) -> tuple[WebServer, str, Mapping[str, str]]:
-        """Returns a URL's server, path with query, and its headers."""
+    def _client(self, url: str) -> tuple[WebClient, str, Mapping[str, str]]:
+        """Returns a URL's client, path with query, and its headers."""
         base = server_of(url)
-        if base not in self._servers:
-            self._servers[base] = WebServer(base, self._clock)
+        if base not in self._clients:
+            self._clients[base] = WebClient(base)
         is_hub = base == server_of(self.endpoint)
         headers = {"Authorization": f"Bearer {self._token}"} if self._token and is_hub else {}
         parts = urllib.parse.urlsplit(url)
         # As it was sent, but for what no request may hold.
         target = urllib.parse.quote(parts.path.removeprefix("/"), safe="%/-._~!$&'()*+,;=:@")
         query = urllib.parse.quote(parts.query, safe="%/-._~!$&'()*+,;=:@?")
-        return self._servers[base], f"{target}?{query}" if query else target, headers
+        return self._clients[base], f"{target}?{query}" if query else target, headers
 
     def close_idle(self) -> None:
         """Closes the connections that no request uses."""
-        for server in list(self._servers.values()):
-            server.close_idle()
+        for client in list(self._clients.values()):
+            client.close_idle()
 
 
 class _Redirect(NamedTuple):
@@ -147,16 +146,13 @@ def server_of(url: str) -> str:
 _REFUSED = (400, 401, 403, 404, 410)
 
 
-class HubFiles(ListedTransport):
-    """The files of a commit."""
-
-    is_bounded: bool = True
+class HubServer(Server):
+    """The files of a commit; its base is `hf://org/name@commit`."""
 
     def __init__(self, base: str, clock: ResponseClock):
-        """Holds `hf://org/name@commit` and the requests' clock."""
+        super().__init__(base, clock)
         self._repository = parse_hub_path(base).repository
-        self._clock = clock
-        self._requests = HubRequests(clock)
+        self._requests = HubRequests()
         self._commit = known_commit(base) or find_commit(parse_hub_path(base))
         # The files of a commit never change.
         self._version = Version(self._commit.revision.encode())
@@ -167,21 +163,21 @@ class HubFiles(ListedTransport):
     def names(self, prefix: str, timeout: float) -> list[str]:
         return [name for name in self._sizes if name.startswith(prefix)]
 
-    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
+    def request(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
         if key not in self._sizes:
-            return _known(None)
+            return known_response(None)
         size = self._sizes[key]
         if size is not None and not wanted.is_empty:
             start = max(0, size + wanted.start) if wanted.start < 0 else wanted.start
             stop = size if wanted.stop is None else wanted.stop
             if stop > size or start > size:
-                return _known(ValueError(f"OUT_OF_RANGE: the file ends at byte {size}"))
+                return known_response(ValueError(f"OUT_OF_RANGE: the file ends at byte {size}"))
             if stop - start > wanted.most:
-                return _known(LimitExceededError(f"more bytes than the limit of {wanted.most} permits"))
+                return known_response(LimitExceededError(f"more bytes than the limit of {wanted.most} permits"))
             wanted = BoundedRange.between(start, stop, wanted.into)
         if wanted.is_empty:
-            return _known(Response(b"", self._version))
-        return WebRequest(functools.partial(self._attempt, key, wanted), self._clock, is_awaited=is_awaited)
+            return known_response(Response(b"", self._version))
+        return WebRequest(functools.partial(self._attempt, key, wanted), self.clock, is_awaited=is_awaited)
 
     def takes_ranges(self, key: str) -> bool:
         """Tests if the hub serves a single byte of a file."""
@@ -189,13 +185,13 @@ class HubFiles(ListedTransport):
         return answered(["takes ranges", path], lambda: self._takes_ranges(key, path))
 
     def _takes_ranges(self, key: str, path: str) -> bool:
-        request = self.read(key, BoundedRange.between(0, min(1, self._sizes[key] or 1)))
+        request = self.request(key, BoundedRange.between(0, min(1, self._sizes[key] or 1)))
         try:
-            answer = request.result(self._clock.timeout)
+            answer = request.result(self.clock.timeout)
         except CheckpointError as error:
             raise error_at(error, path=path, leaf=None) from None
         except TimeoutError:
-            raise CheckpointIOError(f"reading it: {self._clock.timeout_text()}", path=path) from None
+            raise CheckpointIOError(f"reading it: {self.clock.timeout_text()}", path=path) from None
         except ValueError as error:
             cause = error.__cause__.__cause__ if isinstance(error.__cause__, PassingError) else error.__cause__
             if is_ignored_range(error) or isinstance(cause, OSError):
@@ -260,13 +256,3 @@ class HubFiles(ListedTransport):
             if there and tag != there and not is_left_out:
                 raise CheckpointGoneError("changed after the checkpoint was opened: its ETag is another")
             self._tags[key, name + server] = there or tag
-
-
-def _known(found: Response | Exception | None) -> concurrent.futures.Future[Response | None]:
-    """Returns the response to a request that need not be sent."""
-    future: concurrent.futures.Future[Response | None] = concurrent.futures.Future()
-    if isinstance(found, Exception):
-        future.set_exception(found)
-    else:
-        future.set_result(found)
-    return future

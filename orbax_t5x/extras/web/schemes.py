@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import urllib.parse
-from typing import Any
 
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.extras.web.hub import download_files, parse_hub_path
 from orbax_t5x.extras.web.hub_location import locate
-from orbax_t5x.extras.web.hub_ranges import HubFiles
+from orbax_t5x.extras.web.hub_ranges import HubServer
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.files.schemes import Scheme, StoreUrl, lower_scheme, split_url
@@ -34,9 +33,5 @@ def _find_on_hub(url: str) -> str:
     return locate(lower_scheme(url))
 
 
-def _open_hub(base: str, clock: Any) -> HubFiles:
-    return HubFiles(base, clock)
-
-
-WEB = Scheme(_plain_url, split_url, WebServer, can_list=False)
-HUB = Scheme(_find_on_hub, _split_hub_url, _open_hub, download=download_files)
+WEB = Scheme(_plain_url, split_url, WebServer)
+HUB = Scheme(_find_on_hub, _split_hub_url, HubServer, download=download_files)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from orbax_t5x.errors import CheckpointIOError, LimitExceededError
 from orbax_t5x.extras.web.web_response import PassingError, WebResponse
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.transport import Response, Version
+from orbax_t5x.files.remote.responses import Response, Version
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
 _PASSING = (408, 429, 500, 502, 503, 504)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE
-from orbax_t5x.files.remote.transport import (
+from orbax_t5x.files.remote.responses import (
     FIRST_DELAY_SECS,
     LONGEST_DELAY_SECS,
     MAX_RETRIES,

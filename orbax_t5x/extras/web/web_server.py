@@ -19,7 +19,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import urllib3
 import urllib3.connection
@@ -29,35 +29,17 @@ from orbax_t5x.extras.web.web_answer import range_header, read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import BoundedResponse, PassingError, WebResponse
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
-from orbax_t5x.files.remote.transport import ResponseClock, Transport
+from orbax_t5x.files.remote.responses import ResponseClock
+from orbax_t5x.files.remote.server import Server
 
 # As for TensorStore; beside it the environment variables of OpenSSL hold.
 _CA_BUNDLE = "TENSORSTORE_CA_BUNDLE"
 
 
-class Exchanging(Protocol):
-    """A request under way."""
-
-    def seconds_left(self) -> float:
-        """Returns the seconds for which the server may still be silent."""
-        ...
-
-    def connect(self, connect: Callable[[], None], close: Callable[[], None]) -> None:
-        """Connects.
-
-        `close` undoes it if it comes too late.
-        """
-        ...
-
-    def hold(self, used: socket.socket) -> None:
-        """Records the socket."""
-        ...
-
-
 class Exchange(NamedTuple):
     """A request under way, and the size of its answer."""
 
-    request: Exchanging
+    request: WebRequest
     size: int
 
 
@@ -162,23 +144,37 @@ _TEXT_LENGTH = 200
 _NO_RETRIES = urllib3.Retry(False, redirect=False)
 
 
-class WebServer(Transport):
-    """A web server, whose answers hold no more than was asked for."""
+class WebServer(Server):
+    """A web server with bounded answers.
 
-    is_bounded: bool = True
+    Attributes:
+      client: sends its requests.
+    """
+
+    can_list = False
 
     def __init__(self, base: str, clock: ResponseClock):
+        super().__init__(base, clock)
+        self.client: WebClient = WebClient(base)
+
+    def request(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> WebRequest:
+        target = urllib.parse.quote(key, safe=PLAIN_CHARACTERS)
+        attempt = functools.partial(self.client.exchange, target, wanted, read_answer)
+        return WebRequest(attempt, self.clock, is_awaited=is_awaited)
+
+    def close_idle(self) -> None:
+        self.client.close_idle()
+
+
+class WebClient:
+    """Sender of requests to a web server, each once."""
+
+    def __init__(self, base: str):
         """Makes no request."""
-        self._clock = clock
         self._route = find_route(base)
         self._pool: urllib3.HTTPConnectionPool | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
-
-    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> WebRequest:
-        target = urllib.parse.quote(key, safe=PLAIN_CHARACTERS)
-        attempt = functools.partial(self.exchange, target, wanted, read_answer)
-        return WebRequest(attempt, self._clock, is_awaited=is_awaited)
 
     def exchange(
         self,

@@ -13,15 +13,16 @@ import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
-from orbax_t5x.files.remote.transport import (
+from orbax_t5x.files.remote.responses import (
     FIRST_DELAY_SECS,
     LONGEST_DELAY_SECS,
     MAX_RETRIES,
-    ListedTransport,
     PendingResponse,
     Response,
+    ResponseClock,
     Version,
 )
+from orbax_t5x.files.remote.server import Server
 from orbax_t5x.files.schemes import Scheme, lower_scheme, split_url
 
 # Server of a bucket of Amazon's protocol; TensorStore requires a region then, and any will do.
@@ -41,20 +42,20 @@ _SETTINGS = {
 _NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
 
 
-class Bucket(ListedTransport):
+class Bucket(Server):
     """A bucket, read by TensorStore.
 
     TensorStore keeps all of a response before it looks at it, so that the bound holds only for what an honest store
     sends.
     """
 
-    is_bounded: bool = False
+    is_bounded = False
 
-    def __init__(self, kvstore: ts.KvStore):
-        """Holds a key-value store of TensorStore."""
-        self._kvstore = kvstore
+    def __init__(self, base: str, clock: ResponseClock):
+        super().__init__(base, clock)
+        self._kvstore = open_kvstore(base)
 
-    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
+    def request(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
         return _BucketRead(self._kvstore.read(key, byte_range=slice(wanted.start, wanted.stop)), wanted.most)
 
     def names(self, prefix: str, timeout: float) -> list[str]:
@@ -102,13 +103,9 @@ def open_kvstore(base: str) -> ts.KvStore:
     return ts.KvStore.open(spec, context=ts.Context(_SETTINGS)).result()
 
 
-def _open_bucket(base: str, clock: object) -> Bucket:
-    return Bucket(open_kvstore(base))
-
-
 def _plain_url(url: str) -> str:
     split_url(url)
     return lower_scheme(url)
 
 
-BUCKETS = Scheme(_plain_url, split_url, _open_bucket)
+BUCKETS = Scheme(_plain_url, split_url, Bucket)

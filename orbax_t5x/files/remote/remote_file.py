@@ -12,7 +12,7 @@ import bisect
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +23,11 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     LimitExceededError,
     UnsupportedCheckpointError,
-    for_caller,
 )
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
-from orbax_t5x.files.remote.connection import Connection, PendingRead, ReadAheadBudget
 from orbax_t5x.files.remote.request_errors import BeyondEndError
-from orbax_t5x.files.remote.transport import NO_VERSION, Response, Version
+from orbax_t5x.files.remote.responses import NO_VERSION, Response, Version
+from orbax_t5x.files.remote.server import PendingRead, ReadAheadBudget, Server
 from orbax_t5x.files.transcript import Viewpoint
 from orbax_t5x.files.windows import held_bytes, is_held
 
@@ -45,19 +44,6 @@ _SIZE_PARTS = 32
 _LARGEST_FILE = 1 << 53
 
 
-class OpenState:
-    """State of a checkpoint's files, open or closed."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self.closed = False
-
-    def require_open(self) -> None:
-        """Raises ValueError after the checkpoint was closed."""
-        if self.closed:
-            raise for_caller(ValueError(f"{self._path}: the checkpoint is closed; its leaves can no longer be read"))
-
-
 class RemoteFile:
     """Implements `StoredFile`.
 
@@ -65,15 +51,15 @@ class RemoteFile:
       is_remote: True.
       name: relative to the root.
       path: the URL.
+      require_open: raises ValueError after the checkpoint was closed.
     """
 
     is_remote = True
 
-    def __init__(self, connection: Connection, key: str, name: str, version: Version, state: OpenState):
-        self._connection = connection
+    def __init__(self, server: Server, key: str, name: str, version: Version, require_open: Callable[[], None]):
+        self._server = server
         self._key = key
         self._version = version
-        self._state = state
         self._size: int | None = None
         self._content: bytes | None = None
         self._reads_whole = False
@@ -81,7 +67,8 @@ class RemoteFile:
         self._lock = threading.Lock()
         self._version_lock = threading.Lock()
         self.name: str = name
-        self.path: str = connection.url(key)
+        self.path: str = server.url(key)
+        self.require_open: Callable[[], None] = require_open
 
     # -- the size
 
@@ -98,10 +85,10 @@ class RemoteFile:
         return self._size
 
     def _find_size(self) -> int:
-        _, known = self._connection.first_blocks.get(self._key, (b"", None))
+        _, known = self._server.first_blocks.get(self._key, (b"", None))
         if known is not None:
             return known
-        if self._connection.is_bounded:
+        if self._server.is_bounded:
             first = self._answer_inside(BoundedRange.between(0, 1), None)
             if first is None:
                 return 0
@@ -113,7 +100,7 @@ class RemoteFile:
         low, high = 0, None  # the file has at least `low` bytes, and no byte at `high`
         points = _SIZE_POINTS
         while points:
-            found = self._connection.have_bytes(self._key, points)
+            found = self._server.have_bytes(self._key, points)
             count = found.index(False) if False in found else len(found)
             if count:
                 low = points[count - 1] + 1
@@ -137,8 +124,8 @@ class RemoteFile:
 
     def require_size(self, size: int) -> bool:
         """Reports whether the file has exactly this size."""
-        if self._size is None and not self._connection.is_bounded:
-            last, beyond = self._connection.have_bytes(self._key, [max(0, size - 1), size])
+        if self._size is None and not self._server.is_bounded:
+            last, beyond = self._server.have_bytes(self._key, [max(0, size - 1), size])
             if (last or not size) and not beyond:
                 self._size = size
         return self.size == size
@@ -149,7 +136,7 @@ class RemoteFile:
         """Implements `StoredFile.load`."""
         if self._content is None:
             try:
-                answer = self._connection.whole([self._key], limit)[0]
+                answer = self._server.whole([self._key], limit)[0]
             except LimitExceededError:
                 return
             self._hold(answer, None)
@@ -162,7 +149,7 @@ class RemoteFile:
     @property
     def _viewpoint(self) -> Viewpoint | None:
         """Labels bytes that another process has read for this process."""
-        transcript = self._connection.transcript
+        transcript = self._server.transcript
         return None if transcript is None else transcript.viewpoint
 
     def _drop(self) -> None:
@@ -177,7 +164,7 @@ class RemoteFile:
 
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
         """Implements `StoredFile.read`."""
-        self._state.require_open()
+        self.require_open()
         if offset < 0 or size < 0 or (self._size is not None and offset + size > self._size):
             raise CorruptCheckpointError(
                 f"bytes {offset} to {offset + size} requested of a file of {self._size} bytes",
@@ -187,10 +174,10 @@ class RemoteFile:
         if (held := held_bytes(self, offset, size)) is not None:
             return bytearray(held)
         if self._content is None and 0 < size <= _BLOCK_BYTES and not self._reads_whole:
-            if (small := self._connection.whole_if_small(self._key)) is not None:
+            if (small := self._server.whole_if_small(self._key)) is not None:
                 self._hold(small, leaf)
                 if self._viewpoint is not None:
-                    self._connection.at_end(self._drop)
+                    self._server.at_end(self._drop)
                 return self.read(offset, size, leaf=leaf)
             return self._read_by_blocks(offset, size, leaf)
         data = bytearray(size)
@@ -213,7 +200,7 @@ class RemoteFile:
         with self._lock:
             if number in self._blocks:
                 return self._blocks[number]
-        if number == 0 and (known := self._connection.first_blocks.get(self._key)) is not None:
+        if number == 0 and (known := self._server.first_blocks.get(self._key)) is not None:
             self._note_size(known[1], leaf)
             return known[0]
         start = number * _BLOCK_BYTES
@@ -227,7 +214,7 @@ class RemoteFile:
             self._size = start + len(answer.data) if answer is not None else self._size
         block = b"" if answer is None else answer.data
         if number == 0:
-            self._connection.first_blocks[self._key] = block, self._size
+            self._server.first_blocks[self._key] = block, self._size
         with self._lock:
             self._blocks[number] = block
             while len(self._blocks) > _KEPT_BLOCKS:
@@ -249,8 +236,8 @@ class RemoteFile:
 
     def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> RemoteReadAhead:
         """Implements `StoredFile.ahead`."""
-        self._state.require_open()
-        return RemoteReadAhead(self, _pieces(ranges, into), self._connection.ahead)
+        self.require_open()
+        return RemoteReadAhead(self, _pieces(ranges, into), self._server.ahead)
 
     def begin_piece(self, piece: _PieceRequest, *, is_awaited: bool) -> PendingRead | bytes:
         """Requests bytes, or takes them from memory; `end_piece` returns them."""
@@ -260,11 +247,11 @@ class RemoteFile:
             self._read_whole()
         if self._content is not None:
             return self._content[piece.start : piece.stop]
-        return self._connection.begin(self._key, BoundedRange.between(*piece), is_awaited=is_awaited)
+        return self._server.begin(self._key, BoundedRange.between(*piece), is_awaited=is_awaited)
 
     def end_piece(self, begun: PendingRead | bytes, piece: _PieceRequest, leaf: str | None) -> bytes | None:
         """Returns a piece's bytes, or None if they are in place."""
-        self._state.require_open()
+        self.require_open()
         if isinstance(begun, bytes):
             data = begun
         else:
@@ -278,31 +265,27 @@ class RemoteFile:
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
         """Implements `StoredFile.check_unchanged`."""
-        self._state.require_open()
+        self.require_open()
         if self._content is not None and self._viewpoint is None and not is_held(self):
-            self._prove(self._connection.stat_again([self._key])[0], leaf)
-
-    def require_open(self) -> None:
-        """Implements `StoredFile.require_open`."""
-        self._state.require_open()
+            self._prove(self._server.stat_again([self._key])[0], leaf)
 
     # -- requests
 
     def _begin(self, wanted: BoundedRange) -> PendingRead:
-        return self._connection.begin(self._key, wanted)
+        return self._server.begin(self._key, wanted)
 
     def _answer(self, request: PendingRead, leaf: str | None) -> Response:
         """Waits for the response to a request."""
         try:
-            answer = self._proven(self._connection.end(request, "reading it", leaf=leaf, is_known=True), leaf)
+            answer = self._proven(self._server.end(request, "reading it", leaf=leaf, is_known=True), leaf)
         except BeyondEndError:
             # Shorter than it was? Then it is another file, and not damage.
-            self._prove(self._connection.stat_again([self._key])[0], leaf)
+            self._prove(self._server.stat_again([self._key])[0], leaf)
             self._compare_sizes(leaf)
             raise
         self._note_size(answer.file_bytes, leaf)
         if not self._version.tag and (answer.data or answer.is_in_place):
-            self._connection.warn_of_weak_proof()
+            self._server.warn_of_weak_proof()
         return answer
 
     def _note_size(self, size: int | None, leaf: str | None) -> None:
@@ -325,7 +308,7 @@ class RemoteFile:
         viewpoint, there = self._viewpoint, self._size
         if viewpoint is None or there is None:
             return
-        here = RemoteFile(self._connection, self._key, self.name, self._version, self._state).size
+        here = RemoteFile(self._server, self._key, self.name, self._version, self.require_open).size
         if here != there:
             raise self._other_size(viewpoint, here, there, leaf)
 

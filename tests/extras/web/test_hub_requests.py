@@ -7,7 +7,7 @@ from orbax_t5x.extras.web.hub_ranges import HubRequests, server_of
 from orbax_t5x.extras.web.web_answer import read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.transport import ResponseClock
+from orbax_t5x.files.remote.responses import ResponseClock
 from tests.support.http_store import HttpStore, serving
 
 WANTED = BoundedRange.between(1, 3)
@@ -36,7 +36,7 @@ def sending(monkeypatch):
 
 def send(url, see=lambda answer: None):
     clock = ResponseClock(5)
-    hub = HubRequests(clock)
+    hub = HubRequests()
     request = WebRequest(
         lambda request: hub.send(url, WANTED, lambda answer: read_answer(*answer[1:]), request, see=see),
         clock,

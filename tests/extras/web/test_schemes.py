@@ -7,8 +7,8 @@ from orbax_t5x.extras.web.schemes import HUB, WEB
 
 
 def test_web_servers_do_not_list_and_the_hub_does():
-    assert not WEB.can_list and WEB.download is None
-    assert HUB.can_list and HUB.download is not None
+    assert not WEB.server.can_list and WEB.download is None
+    assert HUB.server.can_list and HUB.download is not None
 
 
 @pytest.mark.parametrize("url", ["https://host/x?a=b", "https://host/x#a", "https://", "https://user:word@host/x"])

@@ -6,7 +6,7 @@ from orbax_t5x.errors import CheckpointIOError, LimitExceededError
 from orbax_t5x.extras.web.web_answer import content_range, range_header, read_answer
 from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.transport import NO_VERSION, Version
+from orbax_t5x.files.remote.responses import NO_VERSION, Version
 from tests.support.sent_bytes import response_of
 
 DATA = b"abcdefghij"

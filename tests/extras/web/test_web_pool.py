@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 import orbax_t5x as ot
 from orbax_t5x.extras.web.web_server import WebServer, find_route
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.transport import ResponseClock
+from orbax_t5x.files.remote.responses import ResponseClock
 from tests.support.http_store import serving
 
 pytestmark = pytest.mark.usefixtures("no_proxies")
@@ -41,7 +41,7 @@ def test_a_proxy_is_asked_with_its_login(monkeypatch):
         route = find_route("http://models.invalid")
         assert route.root == "http://models.invalid"
         assert route.make_pool().proxy_headers == {"Proxy-Authorization": "Basic dXNlcjpzJWNyZXQ="}
-        WebServer("http://models.invalid", ResponseClock(5)).read("a b", BoundedRange.between(0, 1)).result(30)
+        WebServer("http://models.invalid", ResponseClock(5)).request("a b", BoundedRange.between(0, 1)).result(30)
         assert seen == ["a b"]
     monkeypatch.setenv("no_proxy", "models.invalid")
     assert find_route("http://models.invalid").root == ""
@@ -88,12 +88,12 @@ def test_tls(tmp_path, monkeypatch):
         store.files["a"] = data = bytes(range(256)) * 5000
         url, memory = store.url.replace("http://", "https://"), memoryview(bytearray(1 << 20))
         with pytest.raises(ValueError, match=r"^UNKNOWN: SSLCertVerificationError"):
-            WebServer(url, ResponseClock(5)).read("a", BoundedRange.between(0, 5)).result(30)
+            WebServer(url, ResponseClock(5)).request("a", BoundedRange.between(0, 5)).result(30)
         monkeypatch.setenv("TENSORSTORE_CA_BUNDLE", str(tmp_path / "here.pem"))
         server = WebServer(url, ResponseClock(5))
         for is_awaited in (True, False):
-            assert server.read("a", BoundedRange.between(3, 9), is_awaited=is_awaited).result(30).data == data[3:9]
+            assert server.request("a", BoundedRange.between(3, 9), is_awaited=is_awaited).result(30).data == data[3:9]
             wanted = BoundedRange.between(7, 7 + len(memory), memory)
-            assert server.read("a", wanted, is_awaited=is_awaited).result(30).is_in_place
+            assert server.request("a", wanted, is_awaited=is_awaited).result(30).is_in_place
             assert memory == data[7 : 7 + len(memory)]
         assert len({request.port for request in store.log}) == 1

@@ -9,7 +9,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.transport import ResponseClock
+from orbax_t5x.files.remote.responses import ResponseClock
 from tests.support.http_store import serving
 
 DATA = bytes(range(256)) * 40
@@ -31,7 +31,7 @@ def test_a_request_that_is_given_up_ends(store):
         return "chunks without end" if request.range else None
 
     store.fault = fault
-    request = server.read("a b/%file", BoundedRange.between(0, 1 << 40))
+    request = server.request("a b/%file", BoundedRange.between(0, 1 << 40))
     assert arrived.wait(30)
     request.cancel()
     assert store.wait_until_closed(30)
@@ -43,14 +43,14 @@ def test_a_server_that_is_not_there():
     with serving() as store:
         url = store.url
     server, begun = WebServer(url, ResponseClock(60)), threading.Event()
-    exchange = server.exchange
+    exchange = server.client.exchange
 
     def seen(*arguments):
         begun.set()
         return exchange(*arguments)
 
-    server.exchange = seen
-    request = server.read("a", NO_BYTES)
+    server.client.exchange = seen
+    request = server.request("a", NO_BYTES)
     assert begun.wait(30)  # one that no thread has taken yet is only cancelled
     with pytest.raises(TimeoutError):
         request.result(0.05)
@@ -61,15 +61,15 @@ def test_a_server_that_is_not_there():
 
 def test_a_caller_that_waits_sends_its_request_itself(store):
     server, threads = WebServer(store.url, ResponseClock(5)), []
-    exchange = server.exchange
+    exchange = server.client.exchange
 
     def seen(*arguments):
         threads.append(threading.current_thread())
         return exchange(*arguments)
 
-    server.exchange = seen
+    server.client.exchange = seen
     for is_awaited in (True, False):
-        request = server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=is_awaited)
+        request = server.request("a b/%file", BoundedRange.between(3, 10), is_awaited=is_awaited)
         assert request.result(30).data == DATA[3:10]
     assert (threads[0] is threading.current_thread(), threads[1] is threading.current_thread()) == (True, False)
 
@@ -80,7 +80,7 @@ def test_a_request_that_is_ended_by_the_clock_says_why(store, fault, is_awaited)
     server = WebServer(store.url, clock := ResponseClock(1.5))
     store.fault = lambda request: fault
     with pytest.raises(ValueError, match=r"^UNAVAILABLE: .*(503|Remote|reset).*; tried for 1\.5 s"):
-        server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=is_awaited).result(clock.timeout)
+        server.request("a b/%file", BoundedRange.between(3, 10), is_awaited=is_awaited).result(clock.timeout)
 
 
 def test_an_opening_says_why_a_server_was_not_read(store, monkeypatch):
@@ -105,7 +105,7 @@ def test_a_silent_server_is_ended_by_the_clock(store):
     server = WebServer(store.url, ResponseClock(0.3))
     store.fault = lambda request: "stall"
     with pytest.raises(TimeoutError):
-        server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=True).result()
+        server.request("a b/%file", BoundedRange.between(3, 10), is_awaited=True).result()
 
 
 def test_a_caller_that_waits_can_be_released_by_another_thread(store):
@@ -116,7 +116,7 @@ def test_a_caller_that_waits_can_be_released_by_another_thread(store):
         return "stall"
 
     store.fault = fault
-    request = server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=True)
+    request = server.request("a b/%file", BoundedRange.between(3, 10), is_awaited=True)
 
     def cancel():
         assert arrived.wait(30)

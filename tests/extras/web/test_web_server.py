@@ -7,7 +7,7 @@ import pytest
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.transport import ResponseClock
+from orbax_t5x.files.remote.responses import ResponseClock
 from tests.support.http_store import serving
 
 DATA = bytes(range(256)) * 40
@@ -22,7 +22,7 @@ def store(no_proxies):
 
 
 def read(server, start, stop, most=0, key="a b/%file"):
-    return server.read(key, BoundedRange(start, stop, most)).result(30)
+    return server.request(key, BoundedRange(start, stop, most)).result(30)
 
 
 def test_ranges(store):
@@ -65,7 +65,7 @@ def test_connections_that_the_server_has_closed_are_noticed(store):
     for _ in range(3):
         assert read(server, 3, 10).data == DATA[3:10]
         store.fault = lambda request: "reset"
-        first = server.read("a b/%file", BoundedRange.between(0, 5))
+        first = server.request("a b/%file", BoundedRange.between(0, 5))
         store.fault = lambda request: None
         assert first.result(30).data == DATA[:5]
 

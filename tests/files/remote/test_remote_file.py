@@ -10,7 +10,7 @@ import orbax_t5x as ot
 from orbax_t5x.extras.web import web_server
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, opening
-from orbax_t5x.files.remote import connection, remote_file
+from orbax_t5x.files.remote import remote_file, server
 from orbax_t5x.readers.chunk_grid import chunk_boxes
 from tests.support.http_store import serving
 
@@ -97,7 +97,7 @@ def test_announced_reads_are_the_files_bytes(data):
     into = data.draw(st.sampled_from([(), buffers]))  # those of one buffer are received in place
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_file, "_PIECE_BYTES", 64)
-        patch.setattr(connection, "_AHEAD_BYTES", 200)
+        patch.setattr(server, "_AHEAD_BYTES", 200)
         file = file_of(STORE, DATA[:5000])
         ahead = file.ahead(iter(ranges), into)
         for (offset, size), outs in zip(ranges, buffers, strict=True):
@@ -107,9 +107,9 @@ def test_announced_reads_are_the_files_bytes(data):
 
 def test_reads_ahead_share_one_bound_and_give_it_back(store, monkeypatch):
     monkeypatch.setattr(remote_file, "_PIECE_BYTES", 10_000)
-    monkeypatch.setattr(connection, "_AHEAD_BYTES", 50_000)
+    monkeypatch.setattr(server, "_AHEAD_BYTES", 50_000)
     file = file_of(store, DATA)
-    bound = file._connection.ahead
+    bound = file._server.ahead
     outs = [np.zeros(20_000, np.uint8) for _ in range(2)]
     readers = [file.ahead([(0, 100_000)]) for _ in outs]
     for reader, out in zip(readers, outs, strict=True):

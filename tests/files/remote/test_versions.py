@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointGoneError
-from orbax_t5x.files.remote.transport import NO_VERSION, Version
+from orbax_t5x.files.remote.responses import NO_VERSION, Version
 
 FIRST = np.arange(1 << 19, dtype=np.float32)
 TAGS = {"strong": '"v1"', "another": '"v2"', "weak": 'W/"v1"', "another weak": 'W/"v2"', "none": None}

@@ -1,12 +1,12 @@
 """The time that a store may be silent, and how quick its responses are."""
 
-from orbax_t5x.files.remote import transport
-from orbax_t5x.files.remote.transport import ResponseClock
+from orbax_t5x.files.remote import responses
+from orbax_t5x.files.remote.responses import ResponseClock
 
 
 def test_a_clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(transport.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(responses.time, "monotonic", lambda: now[0])
     clock = ResponseClock(5)
     assert clock.seconds_left(98) == 3 and not clock.is_near
     clock.note(99.0)

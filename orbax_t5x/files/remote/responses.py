@@ -1,14 +1,17 @@
-"""Interface of servers and buckets that a `Connection` reads.
+"""Responses of servers and buckets.
 
-Here are also what their answers prove, how long they may be silent, and how often a request is sent.
+Here are what they prove, how long they may be awaited, how often a request is sent, and how responses are recorded for
+the other processes of a job.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from orbax_t5x.files.ranges import BoundedRange
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.files.transcript import Answer, Transcript
 
 MAX_RETRIES = 8
 FIRST_DELAY_SECS = 0.1
@@ -129,38 +132,52 @@ class PendingResponse(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """The requests to a server or bucket.
+class RecordedResponse(PendingResponse):
+    """Request whose response goes into a transcript."""
 
-    Attributes:
-      is_bounded: whether a response can hold no more than was asked for, and names the size of its file.
-    """
+    def __init__(self, pending: PendingResponse, request: tuple[Any, ...], transcript: Transcript):
+        self._pending = pending
+        self._request = request
+        self._transcript = transcript
 
-    is_bounded: bool
+    def result(self, timeout: float | None = None) -> Response | None:
+        try:
+            answer = self._pending.result(timeout)
+        except (TimeoutError, CheckpointError):
+            raise
+        except ValueError as error:
+            self._transcript.add(self._request, ["failed", str(error)])
+            raise
+        if answer is None:
+            self._transcript.add(self._request, ["none"])
+        else:
+            marks = [mark.hex() for mark in answer.version]
+            self._transcript.add(self._request, ["found", marks, answer.file_bytes], answer.data)
+        return answer
 
-    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
-        """Requests bytes of a file.
+    def done(self) -> bool:
+        return self._pending.done()
 
-        Args:
-          key: of the file.
-          wanted: the bytes.
-          is_awaited: whether the caller waits for the response at once; its thread may then send the request.
-        """
-        ...
-
-    def close_idle(self) -> None:
-        """Closes the connections that no request uses."""
-        ...
+    def cancel(self) -> object:
+        return self._pending.cancel()
 
 
-class ListedTransport(Transport, Protocol):
-    """Requests to a bucket that lists its files."""
+def known_response(found: Response | Exception | None) -> concurrent.futures.Future[Response | None]:
+    """Returns the response to a request that need not be sent."""
+    future: concurrent.futures.Future[Response | None] = concurrent.futures.Future()
+    if isinstance(found, Exception):
+        future.set_exception(found)
+    else:
+        future.set_result(found)
+    return future
 
-    def names(self, prefix: str, timeout: float) -> list[str]:
-        """Lists the files with a prefix of their names.
 
-        Raises:
-          TimeoutError: there is no list after `timeout` seconds.
-          ValueError: the request failed; the text begins with a status of absl.
-        """
-        ...
+def received_response(answer: Answer) -> concurrent.futures.Future[Response | None]:
+    """Returns a response of a transcript."""
+    kind, *rest = answer.value
+    if kind == "failed":
+        return known_response(ValueError(rest[0]))
+    if kind == "none":
+        return known_response(None)
+    marks, file_bytes = rest
+    return known_response(Response(answer.data, Version(*map(bytes.fromhex, marks)), file_bytes))

@@ -1,18 +1,20 @@
 """A server or bucket: stats, reads of byte ranges and lists.
 
-Each has a deadline and a bound. Its transport (that of its scheme) retries what may pass (429, 5xx, broken connections)
-and proves the length of every answer; it follows no redirect. A connection adds a deadline, typed errors, and a cache
-for one opening, so that detection and reader see the same files and nothing is requested twice.
+Each scheme has a class that sends a request and retries what may pass (429, 5xx, broken connections). What all share is
+here: a deadline, a bound, typed errors, the record for other processes, and a cache for one opening, so that detection
+and reader see the same files and nothing is requested twice.
 """
 
 from __future__ import annotations
 
+import abc
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -21,18 +23,18 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.files.places import current_opening, current_recorder
+from orbax_t5x.files.places import current_opening, current_transcript
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange, ReadContext
 from orbax_t5x.files.remote.request_errors import BeyondEndError, is_no_file, remote_error
-from orbax_t5x.files.remote.transport import (
-    ListedTransport,
+from orbax_t5x.files.remote.responses import (
     PendingResponse,
+    RecordedResponse,
     Response,
     ResponseClock,
-    Transport,
     Version,
+    received_response,
 )
-from orbax_t5x.files.schemes import Scheme, scheme_of
+from orbax_t5x.files.schemes import StoreUrl, scheme_of
 from orbax_t5x.files.transcript import Transcript
 
 _logger = logging.getLogger(__name__)
@@ -76,25 +78,28 @@ class ReadAheadBudget:
             self._used -= size
 
 
-class Connection:
-    """A server or bucket.
+class Server(abc.ABC):
+    """A server or bucket; each scheme has a class of its own.
 
     Attributes:
+      is_bounded: whether a response can hold no more than was asked for, and names the size of its file.
+      can_list: whether it lists its files.
       base: its URL.
-      scheme: of its URL.
       clock: of its answers.
       ahead: bytes requested before they are needed, by all reads of files together.
-      is_bounded: see `Transport`.
       refused: responses that were taken for missing files, by key: refusals for want of credentials, and redirects.
       first_blocks: the beginnings of files that were read, and the files' sizes if they are known.
       kinds: what keys were found to be: "file", "directory" or "missing".
       transcript: of the opening, where processes share it; else None.
     """
 
-    def __init__(self, base: str, scheme: Scheme, timeout: float):
+    is_bounded: ClassVar[bool] = True
+    can_list: ClassVar[bool] = True
+
+    def __init__(self, base: str, clock: ResponseClock):
+        """Makes no request."""
         self.base = base
-        self.scheme = scheme
-        self.clock = ResponseClock(timeout)
+        self.clock = clock
         self.ahead = ReadAheadBudget(_AHEAD_BYTES)
         self.refused: dict[str, ValueError] = {}
         self._stats: dict[str, Version | None] = {}
@@ -106,16 +111,34 @@ class Connection:
         self.kinds: dict[str, str] = {}
         self._at_end: list[Callable[[], None]] = []
         self._has_warned = False
-        recorder = current_recorder()
-        self.transcript: Transcript | None = None if recorder is None else recorder.transcript
-        try:
-            self._server: Transport = scheme.transport(base, self.clock)
-            if recorder is not None:
-                self._server = recorder.transport(self._server, base)
-            self.is_bounded = self._server.is_bounded
-        except ValueError as error:
-            # Without its cause, which repeats the URL.
-            raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=base) from None
+        self.transcript: Transcript | None = current_transcript()
+
+    # -- of each scheme
+
+    @abc.abstractmethod
+    def request(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
+        """Requests bytes of a file.
+
+        Args:
+          key: of the file.
+          wanted: the bytes.
+          is_awaited: whether the caller waits for the response at once; its thread may then send the request.
+        """
+
+    def names(self, prefix: str, timeout: float) -> list[str]:
+        """Lists the files with a prefix of their names, if it can.
+
+        Raises:
+          TimeoutError: there is no list after `timeout` seconds.
+          ValueError: the request failed; the text begins with a status of absl.
+        """
+        raise UnsupportedCheckpointError("web servers do not list their files", path=self.url(prefix.rstrip("/")))
+
+    @abc.abstractmethod
+    def close_idle(self) -> None:
+        """Closes the connections that no request uses."""
+
+    # -- of all
 
     def warn_of_weak_proof(self) -> None:
         """Warns once that exchanged files may not be noticed."""
@@ -134,8 +157,20 @@ class Connection:
     # -- single requests
 
     def begin(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingRead:
-        """Requests bytes of a file, like `Transport.read`."""
-        return PendingRead(key, self._server.read(key, wanted, is_awaited=is_awaited), time.monotonic())
+        """Requests bytes of a file like `request`, or finds a recorded response."""
+        return PendingRead(key, self._recorded(key, wanted, is_awaited), time.monotonic())
+
+    def _recorded(self, key: str, wanted: BoundedRange, is_awaited: bool) -> PendingResponse:
+        transcript = self.transcript
+        if transcript is None or transcript.is_closed:
+            return self.request(key, wanted, is_awaited=is_awaited)
+        asked = ("read", self.base, key, wanted.start, wanted.stop)
+        found = transcript.find(asked)
+        if found is not None and len(found.data) <= wanted.most:
+            return received_response(found)
+        if transcript.is_received:
+            return self.request(key, wanted, is_awaited=is_awaited)
+        return RecordedResponse(self.request(key, wanted._replace(into=None), is_awaited=is_awaited), asked, transcript)
 
     def end(
         self, request: PendingRead, doing: str, *, leaf: str | None = None, is_known: bool = False
@@ -286,29 +321,24 @@ class Connection:
 
     def names_below(self, key: str) -> list[str]:
         """Lists all files below a directory, at any depth, relative to it."""
-        if not self.scheme.can_list:
-            raise UnsupportedCheckpointError("web servers do not list their files", path=self.url(key))
         if key not in self._lists:
             prefix = f"{key}/" if key else ""
-            self._lists[key] = sorted(
-                name[len(prefix) :] for name in self._list(key, prefix, cast("ListedTransport", self._server))
-            )
+            self._lists[key] = sorted(name[len(prefix) :] for name in self._list(key, prefix))
             self._listed[key] = frozenset(self._lists[key])
         return self._lists[key]
 
-    def _list(self, key: str, prefix: str, bucket: ListedTransport) -> list[str]:
+    def _list(self, key: str, prefix: str) -> list[str]:
+        ask = functools.partial(self.names, prefix, self.clock.timeout)
         try:
-            names = bucket.names(prefix, self.clock.timeout)
+            names = ask() if self.transcript is None else self.transcript.answer(["names", self.base, prefix], ask)
+        except CheckpointError:
+            raise
         except TimeoutError:
             raise CheckpointIOError(f"listing it: {self.clock.timeout_text()}", path=self.url(key)) from None
         except ValueError as error:
             raise remote_error(error, "listing it", path=self.url(key)) from error
         self.clock.note()
         return names
-
-    def close_idle(self) -> None:
-        """Closes connections that no request uses."""
-        self._server.close_idle()
 
     def at_end(self, function: Callable[[], None]) -> None:
         """Adds an action for the end of the opening."""
@@ -329,20 +359,16 @@ def _cancel(requests: Iterable[PendingRead]) -> None:
         request.future.cancel()
 
 
-class RemoteLocation(NamedTuple):
-    """A connection and a key."""
-
-    connection: Connection
-    key: str
-    is_directory: bool
-
-
-def connect(url: str) -> RemoteLocation:
-    """Returns the connection of this session and the key for a URL."""
+def connect(url: str) -> tuple[Server, StoreUrl]:
+    """Finds the server and the parts of a URL."""
     scheme = scheme_of(url)
     if scheme is None:
         raise ValueError(f"{url!r} is no URL")
-    parsed, session = scheme.parse(url), current_opening()
-    if parsed.base not in session.connections:
-        session.connections[parsed.base] = Connection(parsed.base, scheme, session.timeout)
-    return RemoteLocation(session.connections[parsed.base], parsed.key, parsed.is_directory)
+    parsed, opening = scheme.parse(url), current_opening()
+    if parsed.base not in opening.servers:
+        try:
+            opening.servers[parsed.base] = scheme.server(parsed.base, ResponseClock(opening.timeout))
+        except ValueError as error:
+            # Without its cause, which repeats the URL.
+            raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=parsed.base) from None
+    return opening.servers[parsed.base], parsed

@@ -10,13 +10,14 @@ from orbax_t5x.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LimitExceededError,
+    for_caller,
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
-from orbax_t5x.files.remote.connection import connect
-from orbax_t5x.files.remote.remote_file import OpenState, RemoteFile
+from orbax_t5x.files.remote.remote_file import RemoteFile
 from orbax_t5x.files.remote.request_errors import is_denied, remote_error
+from orbax_t5x.files.remote.server import connect
 from orbax_t5x.files.schemes import FILE_SUFFIXES
 
 # Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket
@@ -41,20 +42,19 @@ class RemoteFiles(Files):
     They are made within an `opening`, and outlive it.
 
     Attributes:
-      connection: to the server or bucket.
+      server: the server or bucket.
     """
 
     is_remote = True
 
     def __init__(self, url: str):
         """Sends no request."""
-        place = connect(url)
-        self.connection = place.connection
-        self.can_list = place.connection.scheme.can_list
-        self._key = place.key
-        self._is_named_directory = place.is_directory
-        self.named: str = place.connection.url(place.key)
-        self._state = OpenState(self.named)
+        self.server, parsed = connect(url)
+        self.can_list = self.server.can_list
+        self._key = parsed.key
+        self._is_named_directory = parsed.is_directory
+        self.named: str = self.server.url(parsed.key)
+        self._is_closed = False
 
     @property
     def path(self) -> str:
@@ -80,13 +80,13 @@ class RemoteFiles(Files):
         files below it. A bucket is listed if it has no file that makes a checkpoint; on a web server that is unknown
         then.
         """
-        kinds = self.connection.kinds
+        kinds = self.server.kinds
         if self._key not in kinds:
             kinds[self._key] = self._find_kind()
         return kinds[self._key]
 
     def _find_kind(self) -> str:
-        is_file = bool(self._key) and not self._is_named_directory and self.connection.measure(self._key)
+        is_file = bool(self._key) and not self._is_named_directory and self.server.measure(self._key)
         if is_file and not self._is_page():
             return "file"
         if not is_file and self._key.endswith(FILE_SUFFIXES) and not self._is_named_directory:
@@ -95,7 +95,7 @@ class RemoteFiles(Files):
             return "directory"
         if is_file:
             return "file"
-        return "directory" if self.can_list and self.connection.names_below(self._key) else "missing"
+        return "directory" if self.can_list and self.server.names_below(self._key) else "missing"
 
     def _is_page(self) -> bool:
         """Tests if a web server may answer for a directory."""
@@ -109,16 +109,16 @@ class RemoteFiles(Files):
     def _known_names(self) -> list[str]:
         """Returns the names of `KNOWN_NAMES` that exist."""
         beside = [self._key, f"{self._key}.index"] if self._key else []
-        stats = self.connection.stat_small([*map(self.key, KNOWN_NAMES), *beside])
+        stats = self.server.stat_small([*map(self.key, KNOWN_NAMES), *beside])
         return [name for name, found in zip(KNOWN_NAMES, stats, strict=False) if found is not None]
 
     def names(self) -> list[str]:
         if known := self._known_names():
             return sorted(known)
-        return sorted({name.partition("/")[0] for name in self.connection.names_below(self._key)})
+        return sorted({name.partition("/")[0] for name in self.server.names_below(self._key)})
 
     def subdirectories(self) -> Subdirectories:
-        names = self.connection.names_below(self._key)
+        names = self.server.names_below(self._key)
         return Subdirectories(sorted({name.partition("/")[0] for name in names if "/" in name}), [])
 
     # -- names below
@@ -127,17 +127,17 @@ class RemoteFiles(Files):
         return f"{self.path}/{name}" if name else self.path
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
-        return self.connection.url(self.key(name, leaf=leaf))
+        return self.server.url(self.key(name, leaf=leaf))
 
     def exists(self, name: str = "") -> bool:
         key = self.key(name)
-        return bool(key) and self.connection.has_file(key)
+        return bool(key) and self.server.has_file(key)
 
     def has_file(self, name: str) -> bool:
         return self.exists(name)
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
-        return [stat is not None for stat in self.connection.stat([self.key(name) for name in names])]
+        return [stat is not None for stat in self.server.stat([self.key(name) for name in names])]
 
     def require_file(self, name: str) -> None:
         if not self.has_files([name])[0]:
@@ -168,13 +168,13 @@ class RemoteFiles(Files):
         A redirect of the URL itself means nothing: web servers redirect from a directory's name to the same with a
         slash.
         """
-        for key, refusal in self.connection.refused.items():
+        for key, refusal in self.server.refused.items():
             if is_denied(refusal) or key != self._key:
                 return remote_error(refusal, "reading its status", path=self.path)
         return None
 
     def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
-        answer = self.connection.whole([self.key(name, leaf=leaf)], limit)[0]
+        answer = self.server.whole([self.key(name, leaf=leaf)], limit)[0]
         if answer is None:
             raise CheckpointNotFoundError("no such file", path=self.join(name), leaf=leaf)
         if len(answer.data) > limit:  # it was read ahead within another limit
@@ -182,41 +182,42 @@ class RemoteFiles(Files):
         return answer.data
 
     def read_end(self, name: str, size: int) -> bytes:
-        data = self.connection.end_of(self.key(name), size)
+        data = self.server.end_of(self.key(name), size)
         if data is None:
             raise CheckpointNotFoundError("no such file", path=self.join(name))
         return data
 
     def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        return self.connection.read(self.key(name, leaf=context.leaf), wanted, context)
+        return self.server.read(self.key(name, leaf=context.leaf), wanted, context)
 
     def file(self, name: str, *, leaf: str | None = None) -> RemoteFile:
         return self._file(self.key(name, leaf=leaf), name, leaf)
 
     def _file(self, key: str, name: str, leaf: str | None = None) -> RemoteFile:
-        found = self.connection.stat([key])[0]
+        found = self.server.stat([key])[0]
         if found is None:
-            path = self.connection.url(key)
-            if (refusal := self.connection.refused.get(key)) is not None:
+            path = self.server.url(key)
+            if (refusal := self.server.refused.get(key)) is not None:
                 raise remote_error(refusal, "reading its status", path=path, leaf=leaf) from refusal
             raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
-        return RemoteFile(self.connection, key, name, found, self._state)
+        return RemoteFile(self.server, key, name, found, self.require_open)
 
     def require_open(self) -> None:
-        self._state.require_open()
+        if self._is_closed:
+            raise for_caller(ValueError(f"{self.path}: the checkpoint is closed; its leaves can no longer be read"))
 
     def close(self) -> None:
-        self._state.closed = True
+        self._is_closed = True
 
     # -- announcements
 
     def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
         parent, slash, _ = self._key.rpartition("/")
         parents = [f"{parent}{slash}{name}" for name in beside] if self._key else []
-        self.connection.stat([*parents, *map(self.key, names)])
+        self.server.stat([*parents, *map(self.key, names)])
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        self.connection.whole([self.key(name) for name in names], limit, may_be_larger=False)
+        self.server.whole([self.key(name) for name in names], limit, may_be_larger=False)
 
     # -- what TensorStore reads by itself
 
@@ -249,24 +250,24 @@ class RemoteSnapshot(Snapshot):
     def __init__(self, store: RemoteFiles, name: str, leaf: str | None):
         """Stats the file."""
         super().__init__()
-        self._connection = store.connection
-        transcript = self._connection.transcript
+        self._server = store.server
+        transcript = self._server.transcript
         self._is_received = transcript is not None and transcript.is_received
         self.is_for_all = transcript is not None and not transcript.is_received
         self._key = store.key(name, leaf=leaf)
-        self._version = self._connection.stat([self._key])[0]
+        self._version = self._server.stat([self._key])[0]
         if self._version is None:
             raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
 
     @property
     def is_near(self) -> bool:
-        return self._connection.clock.is_near
+        return self._server.clock.is_near
 
     def _compare(self, leaf: str | None) -> None:
         if self._is_received:
             return  # the process that opened the checkpoint compares it, once for all
-        found = self._connection.stat_again([self._key])[0]
+        found = self._server.stat_again([self._key])[0]
         if found is None or (self._version is not None and not self._version.is_followed_by(found)):
             what = "vanished" if found is None else "changed"
-            path = self._connection.url(self._key)
+            path = self._server.url(self._key)
             raise CheckpointGoneError(f"{what} after the checkpoint was opened", path=path, leaf=leaf)
