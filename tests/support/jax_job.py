@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import faulthandler
 import itertools
 import json
 import multiprocessing
@@ -124,6 +125,7 @@ def _run(code: str, arguments: list[str], variables: Mapping[str, str], printed:
     os.environ.update(variables)
     for number, path in enumerate(printed, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    faulthandler.enable()  # an end by native code tells where Python was
     warnings.simplefilter("ignore")
     sys.argv = ["-c", *arguments]
     try:
