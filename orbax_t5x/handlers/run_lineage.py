@@ -91,6 +91,13 @@ class RestoredHistory:
                 "plan.provenance; () where nothing was applied)",
                 directory,
             )
+        elif checked == () and any(map(records.applied_rules, known or ())):
+            _logger.warning(
+                "%s: provenance=() records that nothing was applied, and this handler's restores led to a state with "
+                "transforms: if it is the state that is saved, the next restore applies them again. "
+                "Fix: save without provenance=, or with handler.provenance",
+                directory,
+            )
         return records.extended_lineage(known, checked)
 
     def note_saved(self, directory: epath.Path, lineage: Sequence[Mapping[str, Any]], *, is_given: bool) -> None:

@@ -46,14 +46,14 @@ _NEW_OR_SAME_RUN = Fix.any_of(
 
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     """Decides if transforms are applied, by the source's lineage."""
-    lineage = record or ()
     if any(step.name for step in context.chain.steps):
-        return decide_by_version(lineage, context)
+        return decide_by_version(record, context)
+    lineage = record or ()
     if context.caller == "start" and record is None:
         # Another writer's: whether this run's transforms were applied to it is not known.
         return Decision(True, (UNRECORDED if context.chain else context.entry(context.chain),))
     if not context.chain:
-        return Decision(context.is_resuming is True, lineage or (context.entry(context.chain),))
+        return Decision(context.is_resuming is True, (context.entry(context.chain),) if record is None else record)
     found = compare(lineage, context.chain)
     # The answer of a start is one about `init_from`: it counts where the record leaves a question.
     if context.is_resuming is None or context.caller == "start":

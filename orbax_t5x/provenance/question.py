@@ -12,8 +12,11 @@ from orbax_t5x.text.fix import Fix
 
 CallerKind = Literal["own step", "start", "restore", "convert"]
 """The kinds of callers: a restore of the run's own step (a handler's, without `source=`); the same by
-`restore_or_initialize`; any other restore or plan; and calls that make a new checkpoint or a new run (`convert`,
-`init_from=`, the command line)."""
+`restore_or_initialize`; any other restore or plan; and conversions (`convert`, the command line)."""
+
+LeadsToTarget = Callable[[Sequence[int], bool], bool]
+"""Tests if a chain without some of its transforms leads to the target; with True exactly, else as far as the restore's
+options permit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +31,7 @@ class ResumeContext:
       source: path of the source, or name -> path.
       format: of the source, or name -> format.
       transforms: that the chain records, for fixes.
-      leads_to_target: tests if the chain without some of its transforms leads to the target; with True exactly, else
-        as far as the restore's options permit; None without a target.
+      leads_to_target: None without a target.
     """
 
     chain: ChainRecord
@@ -39,7 +41,7 @@ class ResumeContext:
     source: str | Mapping[str, str]
     format: str | Mapping[str, str]
     transforms: tuple[Callable[..., Any], ...] = ()
-    leads_to_target: Callable[[Sequence[int], bool], bool] | None = None
+    leads_to_target: LeadsToTarget | None = None
 
     def entry(self, chain: ChainRecord, *, is_resuming: bool | None = None, continues: bool = False) -> Entry:
         """Makes the entry of this restore for some of its transforms."""

@@ -14,12 +14,12 @@ from orbax_t5x.text.wording import listed
 _SHOWN_NAMES = 12
 
 
-def decide_by_version(lineage: Lineage, context: ResumeContext) -> Decision:
+def decide_by_version(record: Lineage | None, context: ResumeContext) -> Decision:
     """Decides for a chain that ends with migrations."""
-    answer = context.is_resuming
+    lineage, answer = record or (), context.is_resuming
     # The answer of a start counts where the record leaves a question.
     if answer is None or context.caller == "start":
-        decision = _by_record(lineage, context)
+        decision = _by_record(lineage, context, is_first=record == ())
         if answer is None or decision.problem is None:
             return decision
     steps = context.chain.steps
@@ -31,14 +31,19 @@ def _first(context: ResumeContext) -> int:
     return next(index for index, step in enumerate(context.chain.steps) if step.name)
 
 
-def _by_record(lineage: Lineage, context: ResumeContext) -> Decision:
+def _by_record(lineage: Lineage, context: ResumeContext, *, is_first: bool) -> Decision:
+    """Decides by the record; with `is_first` it says that nothing was applied."""
     first = _first(context)
     before, given = context.chain.steps[:first], context.chain.steps[first:]
     plain, recorded = _recorded(lineage)
-    has_plain = bool(first) and [rule.digest for rule in plain] == [step.digest for step in before]
+    digests = [step.digest for step in before]
+    has_plain = bool(first) and None not in digests and [rule.digest for rule in plain] == digests
     if first and plain and not has_plain:
-        what = f"{listed(_texts(plain), 1)} was applied to this state before, which is not {listed(_texts(before), 1)}"
-        return _problem(lineage, f"{what}, given before the migrations", _answers())
+        what = (
+            f"{listed(_texts(plain), 1)} was applied to this state before, and {listed(_texts(before), 1)}, given "
+            f"before the migrations, {'has no digest' if None in digests else 'is not that'}"
+        )
+        return _problem(lineage, what, _answers())
     if recorded:
         is_same = [(rule.name, rule.digest) for rule in recorded] == [
             (one.name, one.digest) for one in given[: len(recorded)]
@@ -52,10 +57,10 @@ def _by_record(lineage: Lineage, context: ResumeContext) -> Decision:
     inner = ChainRecord(tuple(rule for one in given for rule in one.inner))
     if not has_plain and plain and in_common(plain, inner):
         return _problem(lineage, *_plain_question(plain, given))
-    return _by_leaves(lineage, context, has_plain=has_plain)
+    return _by_leaves(lineage, context, has_plain=has_plain, is_first=is_first)
 
 
-def _by_leaves(lineage: Lineage, context: ResumeContext, *, has_plain: bool) -> Decision:
+def _by_leaves(lineage: Lineage, context: ResumeContext, *, has_plain: bool, is_first: bool) -> Decision:
     """Takes the only version whose remaining migrations lead to the target."""
     first, fits = _first(context), context.leads_to_target
     names = [one.name or "" for one in context.chain.steps[first:]]
@@ -65,6 +70,8 @@ def _by_leaves(lineage: Lineage, context: ResumeContext, *, has_plain: bool) -> 
         found = [[count for count in fitting if fits(versions[count], is_exact)] for is_exact in (True, False)]
         fitting = found[0] or found[1]
         why = f"{len(fitting)} versions lead to the target by names and shapes"
+    if is_first and 0 in fitting:
+        fitting = [0]
     if len(fitting) == 1:
         return _made(lineage, context, fitting[0], has_plain=has_plain)
     unknown = "nothing records which migrations this state has, and"

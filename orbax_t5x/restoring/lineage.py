@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,12 +18,13 @@ from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import decide
-from orbax_t5x.provenance.question import CallerKind, Decision, ResumeContext, combine_decisions
+from orbax_t5x.provenance.question import CallerKind, Decision, LeadsToTarget, ResumeContext, combine_decisions
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
 from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import OpenSources
 from orbax_t5x.transforms.base import AnyTransform
+from orbax_t5x.transforms.migrations import Migration
 from orbax_t5x.trees.narrow import is_mapping
 
 # Of checkpoints of runs only.
@@ -54,6 +55,20 @@ class Caller:
 
 ANY_RESTORE = Caller()
 """A restore or a plan that is not a handler's restore of its own step."""
+
+
+class UnappliedTransforms(NamedTuple):
+    """Transforms without those that named sources have.
+
+    Attributes:
+      transforms: each at its position.
+      warnings: about the sources.
+      migrations: names of the sources' migrations, applied before and now.
+    """
+
+    transforms: tuple[AnyTransform, ...]
+    warnings: list[str]
+    migrations: tuple[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,26 +109,32 @@ class SourceHistory:
         return _opened_once(["history", *paths], ", ".join(paths), self.with_older_steps)
 
     def without_applied(
-        self, transforms: Iterable[AnyTransform], options: RestoreOptions, kind: CallerKind
-    ) -> tuple[tuple[AnyTransform, ...], list[str]]:
-        """Takes those transforms of named sources out that their records have.
-
-        Returns:
-          The transforms, each at its position, and warnings.
-        """
+        self,
+        transforms: Iterable[AnyTransform],
+        options: RestoreOptions,
+        kind: CallerKind,
+        leads_to_target: Callable[[OneSource], LeadsToTarget | None],
+    ) -> UnappliedTransforms:
+        """Takes those transforms of named sources out that their records have."""
         left: list[AnyTransform] = []
         warnings: list[str] = []
+        before: list[str] = []
+        now: list[str] = []
         for one in transforms:
             if isinstance(one, OneSource) and options.is_resuming is None:
                 own = SourceHistory(OpenSources({"": self.sources.checkpoints[one.source]}))
-                decision = own.decide(own.with_older_steps_once(), one.steps, options, kind)
+                decision = own.decide(own.with_older_steps_once(), one.steps, options, kind, leads_to_target(one))
                 skipped = range(len(one.steps)) if decision.is_resuming else decision.skipped
+                if decision.migrations is not None:
+                    names = [f"{one.source}/{step.migration_name}" for step in one.steps if isinstance(step, Migration)]
+                    before += names[: len(decision.migrations)]
+                    now += names[len(decision.migrations) :]
                 if skipped:
                     steps = tuple(step for index, step in enumerate(one.steps) if index not in skipped)
                     one = dataclasses.replace(one, steps=steps)
                 warnings += [f"source {one.source!r}: {decision.warning}"] if decision.warning else []
             left.append(one)
-        return tuple(left), warnings
+        return UnappliedTransforms(tuple(left), warnings, (tuple(before), tuple(now)))
 
     def decide(
         self,
@@ -121,7 +142,7 @@ class SourceHistory:
         transforms: Sequence[Callable[..., Any]],
         options: RestoreOptions,
         kind: CallerKind,
-        leads_to_target: Callable[[Sequence[int], bool], bool] | None = None,
+        leads_to_target: LeadsToTarget | None = None,
     ) -> Decision:
         """Decides if transforms were applied, and the new lineage.
 

@@ -17,7 +17,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.lazy import Leaf, counting_reads
 from orbax_t5x.lazy.node import LeafNode
-from orbax_t5x.provenance.question import Decision
+from orbax_t5x.provenance.question import Decision, LeadsToTarget
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import OneSource, rules_found, written_out
 from orbax_t5x.restoring.fallback import Fallback, open_fallback
@@ -135,6 +135,22 @@ def leads_to_target(inputs: PlanInputs, skipped: Sequence[int], is_exact: bool) 
     may_miss = not is_exact and inputs.options.fallback is not None
     may_leave = not is_exact and not options.strict
     return (may_miss or not matcher.missing) and (may_leave or not matcher.leftovers)
+
+
+def source_leads_to_target(inputs: PlanInputs, one: OneSource) -> LeadsToTarget | None:
+    """Returns `leads_to_target` of a named source, or None.
+
+    None: the target has no part below the source's name.
+    """
+    target, start = inputs.target, f"{one.source}/"
+    leaves = {name[len(start) :]: leaf for name, leaf in target.leaves.items() if name.startswith(start)}
+    if not leaves:
+        return None
+    states = tuple(name[len(start) :] for name in target.inference_states if f"{name}/".startswith(start))
+    original = one.target_below(target.original)
+    part = dataclasses.replace(target, leaves=leaves, original=original, inference_states=states, problems=())
+    own = dataclasses.replace(inputs, source=one.own(inputs.source), target=part, transforms=one.steps)
+    return functools.partial(leads_to_target, own)
 
 
 def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:

@@ -17,7 +17,6 @@ from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.restoring.chains import FoundRules, OneSource, Transforms, chain_of
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.migrations import Migration
 from orbax_t5x.trees.flat import prefixed
 
 _open_together = on_demand.function("orbax_t5x.readers.together", "open_together")  # several processes only
@@ -130,8 +129,6 @@ def _own_chain(sources: Mapping[str, Source], checkpoints: Mapping[str, Checkpoi
     chain: list[Callable[..., Any]] = []
     for name, source in sources.items():
         steps = chain_of(source.transforms)
-        if name and any(isinstance(step, Migration) for step in steps):
-            raise TypeError(f"source {name!r} has Migrations: they are for a single source; convert it before")
         if steps and name:
             checkpoint = checkpoints.get(name)
             names = () if checkpoint is None else (*checkpoint.leaves, *checkpoint.empties)

@@ -79,3 +79,17 @@ def test_a_run_goes_on_in_orbax_v1(tmp_path):
         checkpointer.save(1, plan.execute())
     with pytest.raises(ot.RestorePlanError, match="nothing records"):
         ot.restore(tmp_path / "source", state, swap)
+
+
+def test_a_save_that_says_nothing_was_applied_after_a_restore_that_applied_something_warns(tmp_path, caplog):
+    """It is recorded as said, since the state may be another; if it is not, the next restore applies rules again."""
+    swap = ot.transforms.Rename([("x", "y"), ("y", "x")])
+    state = {"x": np.zeros(2), "y": np.ones(2)}
+    handler = ot.TrainStateHandler()
+    for step in range(3):
+        with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+            if step:
+                manager.restore(step - 1, args=ot.args.TrainStateRestore(state, [swap] if step == 2 else ()))
+            manager.save(step, args=ot.args.TrainStateSave(state, provenance=()))
+        assert ("provenance=() records that nothing was applied" in caplog.text) == (step == 2)
+    assert ot.plan_restore(tmp_path, state).provenance == ()

@@ -93,6 +93,53 @@ def test_a_checkpoint_without_a_record_has_the_only_version_that_fits(tmp_path):
     assert "there is no target" in without_target.message
 
 
+def test_a_record_that_nothing_was_applied_is_of_the_oldest_version(tmp_path):
+    """Several versions would fit; and where the oldest does not, the record is of another model."""
+    oldest = saved(tmp_path / "oldest", 1, provenance=())
+    two = ot.Migrations(ITEMS[1:])
+    np.testing.assert_array_equal(ot.restore(oldest, STATES[2], ot.Migrations(ITEMS[1:2]))["b"], B)
+    np.testing.assert_array_equal(ot.restore(oldest, TARGET, two)["joined"], STATES[3]["joined"])
+    ot.convert(oldest, tmp_path / "converted", two)
+    np.testing.assert_array_equal(ot.restore(tmp_path / "converted", TARGET)["joined"], STATES[3]["joined"])
+    later = saved(tmp_path / "later", 2, provenance=())
+    assert "2 versions lead to the target" in problem_of(later, TARGET, list_of(3)).message
+
+
+def test_rules_before_migrations_that_cannot_be_compared_are_asked_about(tmp_path):
+    """Two lambdas: neither is taken for the other."""
+    given = [lambda state, target: {"c": state["c"], "a": state["a"]}, *list_of(1).steps]
+    plan = ot.plan_restore(saved(tmp_path / "begun", 0, provenance=()), STATES[1], given)
+    path = saved(tmp_path / "run", 1, provenance=plan.provenance)
+    other = [lambda state, target: state, *list_of(1).steps]
+    assert "has no digest" in problem_of(path, STATES[1], other).message
+    assert ot.restore(path, STATES[1], other, is_resuming=True)["b"][0] == A[0]
+
+
+def test_named_sources_have_each_the_version_of_their_own(tmp_path):
+    """By its record, by its leaves, by `since`; a start that goes on has all of them."""
+    stock = ocp.StandardCheckpointer()
+    stock.save(tmp_path / "stock", STATES[0])
+    stock.save(tmp_path / "told", STATES[2])
+    stock.close()
+    sources = {
+        "run": ot.Source(of_version(tmp_path, 1), list_of(3)),
+        "stock": ot.Source(tmp_path / "stock", list_of(3)),
+        "told": ot.Source(tmp_path / "told", list_of(3).since("swap")),
+    }
+    target = dict.fromkeys(sources, TARGET)
+    plan = ot.plan_restore(sources, target)
+    assert "migrations: 3 of 9 were applied before: run/rename, told/rename, told/swap" in str(plan)
+    for _ in range(2):
+        with ocp.CheckpointManager(tmp_path / "next", item_handlers=ot.TrainStateHandler()) as manager:
+            start = ot.restore_or_initialize(manager, target, init_from=sources)
+            manager.save(start.step + 1, args=ot.args.TrainStateSave(start.state))
+        for state in start.state.values():
+            np.testing.assert_array_equal(state["joined"], STATES[3]["joined"])
+    told = {"told": ot.Source(tmp_path / "told", list_of(3))}
+    assert "2 versions lead to the target" in problem_of(told, {"told": TARGET}).message
+    assert "there is no target" in problem_of(told, None).message
+
+
 def test_a_record_of_plain_rules_is_asked_about(tmp_path):
     begun = saved(tmp_path / "begun", 0, provenance=())
     plan = ot.plan_restore(begun, STATES[1], [RENAME])

@@ -326,7 +326,7 @@ class _JobStart:
     def initialize(self, source: AnySource, transforms: Transforms) -> TrainingStart:
         """Starts from another checkpoint."""
         try:
-            restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "convert")
+            restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "restore")
         except RestorePlanError as error:
             raise with_init_fn(error) from error.__cause__
         self._begin(restored.plan.provenance)
@@ -351,7 +351,8 @@ class _JobStart:
             together.plan((), ())
         state = plan.run(self._options)
         has = ChainRecord.of(chain)
-        self._begin((make_entry(self._root, "orbax", has, is_resuming=True),) if has else ())
+        # Without a list nothing says which migrations of a later list the model has.
+        self._begin((make_entry(self._root, "orbax", has, is_resuming=True if has else None),))
         return TrainingStart(state, _FIRST_STEP, "scratch")
 
     def _begin(self, lineage: Lineage) -> None:

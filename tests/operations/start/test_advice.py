@@ -40,5 +40,6 @@ def test_what_a_transform_raised_is_the_cause(tmp_path):
     save_single(tmp_path / "source")
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         with pytest.raises(ot.errors.RestorePlanError, match="wrong raised KeyError") as caught:
-            ot.restore_or_initialize(manager, TARGET, init_from=tmp_path / "source", transforms=[wrong])
+            source = tmp_path / "source"
+            ot.restore_or_initialize(manager, TARGET, init_from=source, transforms=[wrong], is_resuming=False)
     assert isinstance(caught.value.__cause__, KeyError)

@@ -42,10 +42,10 @@ def test_the_first_save_records_how_the_run_began(tmp_path, target, source, how,
         manager.save(1, args=our_args(start.state))
     lineage = recorded(root / "1" / "default")
     rules = [entry["transforms"] for entry in lineage]
-    assert rules == ([["Rename: ('x', 'y')", "Rename: ('y', 'x')"]] if how == "initialized" else [])
+    assert rules == [["Rename: ('x', 'y')", "Rename: ('y', 'x')"] if how == "initialized" else None]
     # A restore by the handler asks nobody.
     with ours(root) as manager:
-        again = manager.restore(1, args=ot.args.TrainStateRestore(target, SWAP if lineage else ()))
+        again = manager.restore(1, args=ot.args.TrainStateRestore(target, SWAP if how == "initialized" else ()))
     assert values(again) == values(start.state)
 
 
@@ -85,6 +85,32 @@ def test_a_start_decides_by_the_table(tmp_path, target, source):
         start(SWAP)
     assert start(SWAP, is_resuming=True) == grown
     assert start(SWAP) == grown and start([SWAP, back]) == grown
+
+
+@pytest.mark.parametrize("rules", [[SWAP], [lambda state, target: SWAP(state, target)]], ids=["unrecorded", "lambda"])
+def test_a_beginning_that_nobody_can_tell_is_asked_about(tmp_path, target, source, rules):
+    """A new run is in the column of all other restores: only conversions go on with a warning."""
+    with ours(tmp_path / "first") as manager:
+        told = None if isinstance(rules[0], T.Rename) else ot.plan_restore(source, target, rules).provenance
+        manager.save(1, args=ot.args.TrainStateSave(STATE, provenance=told))
+    first = tmp_path / "first"
+    with ours(tmp_path / "second") as manager:
+        with pytest.raises(ot.RestorePlanError, match=r"\[provenance\]"):
+            ot.restore_or_initialize(manager, target, init_from=first, transforms=rules)
+        start = ot.restore_or_initialize(manager, target, init_from=first, transforms=rules, is_resuming=True)
+    assert (values(start.state), start.how) == (SWAPPED, "initialized")
+
+
+def test_a_model_from_scratch_without_a_list_may_have_any_migrations(tmp_path, target):
+    with ours(tmp_path) as manager:
+        start = ot.restore_or_initialize(manager, target, init_fn=initial)
+        manager.save(0, args=our_args(start.state))
+    migrations = ot.Migrations([("swap", [SWAP])])
+    with ours(tmp_path) as manager:
+        with pytest.raises(ot.RestorePlanError, match="2 versions lead to the target"):
+            ot.restore_or_initialize(manager, target, transforms=migrations)
+        start = ot.restore_or_initialize(manager, target, transforms=migrations.since("swap"))
+    assert values(start.state) == values(initial())
 
 
 @pytest.mark.slow
