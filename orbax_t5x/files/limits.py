@@ -15,6 +15,8 @@ from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, for_cal
 from orbax_t5x.files.memory import require_memory
 
 _MIB = 1 << 20
+# About what a leaf of any format takes beside its name: itself, its view, and their places in dicts.
+LEAF_BYTES = 400
 # Sizes of arrays are signed 64-bit numbers everywhere below.
 _MAX_BYTES = (1 << 63) - 1
 
@@ -48,8 +50,8 @@ class Limits:
 
     Attributes:
       index_bytes: the largest index, header or list of leaves that is read whole.
-      metadata_bytes: how much memory the names, texts and errors of one opening may take together; a text that many
-        leaves share counts once.
+      metadata_bytes: how much memory the leaves of one opening may take together, with their names, texts and errors,
+        and the metadata that are kept; a text that many leaves share counts once.
       json_bytes: the largest other JSON file: a model's configuration, the metadata of a step or of one array.
       block_bytes: the largest decompressed SSTable block.
       entries: the most leaves in one checkpoint, and the most strings in one leaf.
@@ -109,11 +111,11 @@ class Limits:
             raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {self.rank}")
 
     def require_name(self, name: str, path: str) -> None:
-        """Charges a leaf's name; refuses long or deep names."""
+        """Charges a leaf and its name; refuses long or deep names."""
         nbytes = len(name.encode())
         if nbytes > self.name_bytes:
             self.require_name_length(nbytes, path)
-        charge_metadata(nbytes, path)
+        charge_metadata(LEAF_BYTES + nbytes, path)
         if name.count("/") >= self.name_levels:
             raise LimitExceededError(
                 f"a name of {name.count('/') + 1} levels, more than Limits.name_levels = {self.name_levels}", path=path
@@ -159,5 +161,5 @@ def charge_metadata(nbytes: int, path: str) -> None:
     budget.left -= nbytes
     if budget.left < 0:
         raise LimitExceededError(
-            f"names, texts and errors take more than Limits.metadata_bytes = {budget.most}", path=path
+            f"leaves, names, texts and errors take more than Limits.metadata_bytes = {budget.most}", path=path
         )

@@ -11,6 +11,7 @@ import json
 from typing import Any, NoReturn, cast
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
+from orbax_t5x.files.limits import charge_metadata
 
 # What Python makes of one such character, at most: an object, what its first pair adds, a list, a pair, an element.
 _OBJECT_BYTES, _FIRST_PAIR_BYTES, _LIST_BYTES, _PAIR_BYTES, _ELEMENT_BYTES = 80, 120, 80, 48, 32
@@ -31,6 +32,20 @@ def parsed_bytes(data: bytes) -> int:
         + pairs * _PAIR_BYTES
         + elements * _ELEMENT_BYTES
     )
+
+
+def charge_parsed(value: Any, path: str) -> None:
+    """Charges parsed values that a checkpoint keeps."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        charge_metadata(_OBJECT_BYTES + (len(value) if isinstance(value, str) else 0), path)
+        if isinstance(value, dict):
+            charge_metadata(_FIRST_PAIR_BYTES if value else 0, path)
+            waiting.extend(value)
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
 
 
 def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str, Any]:

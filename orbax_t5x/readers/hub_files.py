@@ -21,7 +21,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
-from orbax_t5x.files.strict_json import parse_object
+from orbax_t5x.files.strict_json import charge_parsed, parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 
@@ -43,7 +43,9 @@ def read_config(root: Files, limits: Limits) -> Mapping[str, Any]:
         if not root.exists(_CONFIG):
             return {"config": None}
         data = root.read_whole(_CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")
-        return {"config": parse_object(data, root.join(_CONFIG), allow_nan=True)}
+        config = parse_object(data, root.join(_CONFIG), allow_nan=True)
+        charge_parsed(config, root.path)
+        return {"config": config}
     except CheckpointNotFoundError:
         return {"config": None}
     except CheckpointError as error:
@@ -163,6 +165,7 @@ class ModelFiles(abc.ABC):
             _check_file(leaf, file, self.suffix, path)
         self._bytes += len(data)
         self._metadata["index"] = parsed.get("metadata")
+        charge_parsed(self._metadata["index"], path)
         return file_of
 
 

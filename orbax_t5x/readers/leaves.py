@@ -16,8 +16,8 @@ from orbax_t5x.files.limits import charge_metadata
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 
-# Memory of an error and its leaf.
-_ERROR_BYTES = 2048
+# Memory of an error, with its text.
+_ERROR_BYTES = 512
 
 
 class BrokenLeaf(Leaf):
@@ -33,8 +33,9 @@ class BrokenLeaf(Leaf):
         self.path: str = error.path or ""
         self.shape: tuple[int, ...] = ()
         self.dtype: np.dtype = np.dtype(object)
-        self.error: CheckpointError | None = error if is_refused else None
-        self._error = error
+        # A new one: the traceback of the old one holds the frames of its reader.
+        self._error = error_at(error, path=error.path, leaf=error.leaf)
+        self.error: CheckpointError | None = self._error if is_refused else None
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         raise error_at(self._error, path=self._error.path, leaf=self._error.leaf)

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from orbax_t5x.files.crc import CRC32
+from orbax_t5x.files.limits import charge_metadata
 from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import Box, full_box
 from orbax_t5x.lazy.leaf import Checksums, FileExtent, Request
@@ -19,6 +20,9 @@ from orbax_t5x.readers.ranges.coverage import RangeChecksums
 from orbax_t5x.readers.ranges.leaf import RangeLeaf, read_unchanged
 from orbax_t5x.readers.ranges.strided import StridedRange
 from orbax_t5x.readers.zip_members import Archive, member_bytes
+
+# What such a leaf takes beyond others.
+_MORE_BYTES = 1200
 
 
 class ZipLeaf(RangeLeaf):
@@ -40,6 +44,7 @@ class ZipLeaf(RangeLeaf):
         head: bytes = b"",
     ):
         """Describes the array."""
+        charge_metadata(_MORE_BYTES, archive.file.path)
         super().__init__(name, archive.file, shape, dtype)
         stored = member_bytes(archive, member, name)
         self._archive, self._name = archive, member

@@ -24,6 +24,7 @@ from orbax_t5x.extras.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
 from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
+from orbax_t5x.files.strict_json import charge_parsed
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.hub_files import LFS_POINTER, PART, ModelFiles, parts_of, refuse_lfs_pointer
@@ -75,6 +76,7 @@ class _GgufFiles(ModelFiles):
         header = read_header(file, self._limits)
         self._bytes += header.index_bytes
         if not self._metadata["files"]:
+            charge_parsed(header.metadata, file.path)
             self._metadata = {**header.metadata, "version": header.version, "files": []}
         self._metadata["files"].append(name)
         for leaf, found in _tensor_leaves(header, file, self._limits).items():

@@ -20,8 +20,6 @@ from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import STORED, Archive
 
 _MAX_INT = 2**63 - 1
-# About what a leaf takes in memory, and its error.
-_LEAF_BYTES = 256
 
 
 class LeafMaker:
@@ -38,7 +36,6 @@ class LeafMaker:
     def leaf(self, name: str, node: Node) -> Leaf:
         """Makes a leaf, or a broken leaf of an invalid node."""
         path = self._archive.file.path
-        charge_metadata(_LEAF_BYTES + len(name), path)
         try:
             return self._leaf(name, node)
         except CheckpointError as error:

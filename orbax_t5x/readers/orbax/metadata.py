@@ -26,7 +26,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at
-from orbax_t5x.files.strict_json import parse_object
+from orbax_t5x.files.strict_json import charge_parsed, parse_object
 
 STRINGS_FILE = "_strings.json"
 ARRAY_METADATAS = "array_metadatas"
@@ -134,6 +134,7 @@ def read_item_metadata(root: Files, item: str, limits: Limits) -> ItemMetadata:
     if len(tree) > limits.entries:
         raise LimitExceededError(f"{len(tree)} leaves, more than Limits.entries = {limits.entries}", path=path)
     keys = _Keys(path)
+    charge_parsed(parsed.get("custom_metadata"), path)
     entries = [_parse_node(text, entry, path, limits, keys) for text, entry in tree.items()]
     return ItemMetadata(
         nodes=tuple(_distinct_nodes(entries, path)),

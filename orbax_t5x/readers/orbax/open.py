@@ -33,7 +33,7 @@ from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import LEADS_OUT, is_name
 from orbax_t5x.files.places import files_at
-from orbax_t5x.files.strict_json import parse_object
+from orbax_t5x.files.strict_json import charge_parsed, parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.checkpoint import Checkpoint
@@ -212,7 +212,9 @@ def read_step_metadata(root: Files, limits: Limits) -> dict[str, Any]:
         data = root.read_whole(STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
     except CheckpointNotFoundError:
         return {}
-    return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
+    parsed = parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
+    charge_parsed(parsed, root.path)
+    return parsed
 
 
 class _OrbaxOpening:

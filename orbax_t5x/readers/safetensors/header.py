@@ -26,7 +26,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.strict_json import parse_object
+from orbax_t5x.files.strict_json import charge_parsed, parse_object
 
 LENGTH_BYTES = 8
 # The format's own bound on headers; its reference reader refuses larger ones.
@@ -127,6 +127,7 @@ def _parse_metadata(metadata: Any, path: str) -> dict[str, str]:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptCheckpointError(f"{METADATA_KEY} is not an object of strings", path=path)
+    charge_parsed(metadata, path)
     return metadata
 
 

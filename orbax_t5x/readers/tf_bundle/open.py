@@ -14,7 +14,7 @@ from typing import Any
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.files.interface import StoredFile
-from orbax_t5x.files.limits import Limits, charge_metadata
+from orbax_t5x.files.limits import LEAF_BYTES, Limits, charge_metadata
 from orbax_t5x.files.places import files_at
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
@@ -83,7 +83,7 @@ def _read_index(index: StoredFile, limits: Limits) -> tuple[BundleHeader, dict[b
             header = _header(index, key, value)
             continue
         # Names are longer than the file: a table stores what they share once.
-        charge_metadata(len(key) + len(value), index.path)
+        charge_metadata(LEAF_BYTES + len(key) + len(value), index.path)
         if len(entries) + len(slices) >= limits.entries:
             raise LimitExceededError(f"more than {limits.entries} entries (Limits.entries)", path=index.path)
         (slices if key[0] == 0 else entries)[key] = value
