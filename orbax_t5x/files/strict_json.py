@@ -36,16 +36,17 @@ def parsed_bytes(data: bytes) -> int:
 
 def charge_parsed(value: Any, path: str) -> None:
     """Charges parsed values that a checkpoint keeps."""
-    waiting = [value]
+    waiting: list[Any] = [value]
     while waiting:
-        value = waiting.pop()
-        charge_metadata(_OBJECT_BYTES + (len(value) if isinstance(value, str) else 0), path)
-        if isinstance(value, dict):
-            charge_metadata(_FIRST_PAIR_BYTES if value else 0, path)
-            waiting.extend(value)
-            waiting.extend(value.values())
-        elif isinstance(value, list):
-            waiting.extend(value)
+        kept: Any = waiting.pop()
+        charge_metadata(_OBJECT_BYTES + (len(kept) if isinstance(kept, str) else 0), path)
+        if isinstance(kept, dict):
+            pairs = cast("dict[str, Any]", kept)
+            charge_metadata(_FIRST_PAIR_BYTES if pairs else 0, path)
+            waiting.extend(pairs)
+            waiting.extend(pairs.values())
+        elif isinstance(kept, list):
+            waiting.extend(cast("list[Any]", kept))
 
 
 def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str, Any]:
