@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from orbax_t5x.cli.arguments import read_json_object
-from orbax_t5x.cli.mapping import MappingOptions, plan_options
+from orbax_t5x.cli.mapping import MappingOptions, answers_as_options, plan_options
 from orbax_t5x.errors import CheckpointNotFoundError
 from orbax_t5x.files.places import files_at, opening
 from orbax_t5x.files.schemes import scheme_of
@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
         options.on_unsupported,
         _read_companions(options),
     )
-    with open_checkpoint(options.source, item=options.item) as source, _quiet():
+    with answers_as_options(), open_checkpoint(options.source, item=options.item) as source, _quiet():
         target = mapping.target()
-        chain = mapping.transforms(source, target)
+        chain = mapping.transforms(source)
         report = convert_for(target, source, options.destination, chain, plan_options(options), writing)
     if options.json:
         print_json({"source": source.path, **report.to_json()})

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 
 from orbax_t5x.cli.arguments import resuming_argument
-from orbax_t5x.cli.mapping import RuleOptions
+from orbax_t5x.cli.mapping import RuleOptions, answers_as_options
 from orbax_t5x.operations.diff.diff import diff
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.text.output import print_report
@@ -21,13 +21,13 @@ def run(options: argparse.Namespace) -> int:
     """Prints the differences."""
     mapping = RuleOptions(options)
     item_b = options.item if options.item_b is None else options.item_b
-    with contextlib.ExitStack() as stack:
+    with answers_as_options(), contextlib.ExitStack() as stack:
         a = stack.enter_context(open_checkpoint(options.a, item=options.item))
         b = stack.enter_context(open_checkpoint(options.b, item=item_b))
         report = diff(
             a,
             b,
-            mapping.transforms(a, b.leaves, is_bundle=b.format == "tf_bundle"),
+            mapping.transforms(a, is_bundle=b.format == "tf_bundle"),
             values=options.values == "yes",
             atol=options.atol,
             rtol=options.rtol,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from orbax_t5x.cli.rule_packs import AUTO
 from orbax_t5x.rules import RulePack
+from orbax_t5x.rules.finding import Answers
 from orbax_t5x.rules.pack import PackCall
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.transforms import AssignmentMap, Translate
@@ -22,10 +24,20 @@ _OPTIONS: Mapping[str, Callable[[Any], str | None]] = {
     "overwrite": lambda value: "--overwrite" if value else None,
     "on_unsupported": lambda value: f"--on-unsupported {value}",
     "item": lambda value: "--item" if value is ... else f"--item {value}",
-    "transforms": lambda value: (
-        f"--rules {AUTO}" if value == AUTO else None if value else "--no-translate and no rules"
-    ),
+    "transforms": lambda value: _option_of_transforms(value),
 }
+
+
+def _option_of_transforms(value: Any) -> str | None:
+    if isinstance(value, Answers):
+        # The option's first sign ends the source's name.
+        return None if any("=" in old for old, _ in value.given) else given_options(value.given)
+    return f"--rules {AUTO}" if value == AUTO else None if value else "--no-translate and no rules"
+
+
+def given_options(answers: Iterable[tuple[str, str]]) -> str:
+    """Returns answers as options."""
+    return shlex.join(part for old, new in answers for part in ("--given", f"{old}={new}"))
 
 
 def fix_text(fix: Fix) -> str:

@@ -6,19 +6,21 @@ They are `--translate`, `--rules`, `--map` and the target.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from orbax_t5x import transforms
 from orbax_t5x.cli.arguments import checked_rules, json_kind, read_map, resuming_argument
+from orbax_t5x.cli.fixes import given_options
 from orbax_t5x.cli.rule_packs import AUTO, pack_argument
 from orbax_t5x.readers import Checkpoint, open_checkpoint
+from orbax_t5x.restoring.chains import FoundRules
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.rules.alignment.given import GivenError
-from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.text.output import UsageError
 from orbax_t5x.transforms import AssignmentMap, Rename, Transform, Translate
 from orbax_t5x.transforms.migrations import Migrations
@@ -57,20 +59,11 @@ class RuleOptions:
         """Truth of this: the file's patterns match the target's names."""
         return isinstance(self._rules, AssignmentMap)
 
-    def transforms(
-        self, source: Checkpoint, target: Mapping[str, Any] | None, *, is_bundle: bool = False
-    ) -> list[Transform | Migrations]:
+    def transforms(self, source: Checkpoint, *, is_bundle: bool = False) -> list[Transform | Migrations]:
         """Returns the transforms in order: the translation, rule packs, the file's rules."""
         chain: list[Transform | Migrations] = [Translate()] if self._is_translated(source, is_bundle) else []
-        chain += self._found(source.leaves, target) if self.is_auto else self._packs
+        chain += [FoundRules(tuple(self._given.items()))] if self.is_auto else self._packs
         return chain if self._rules is None else [*chain, self._rules]
-
-    def _found(self, leaves: Mapping[str, Any], target: Mapping[str, Any] | None) -> tuple[Transform, ...]:
-        try:
-            return find_rules(leaves, target, self._given).parts
-        except GivenError as error:
-            options = " ".join(f"--given {old}={new}" for old, new in error.answers)
-            raise UsageError(f"{options}: {error.reason}") from error
 
     def _is_translated(self, source: Checkpoint, is_bundle: bool) -> bool:
         """Returns True for bundles, unless an option or a pack decides otherwise."""
@@ -78,6 +71,15 @@ class RuleOptions:
             return self._translate
         is_done = self.is_auto or any(pack.name.startswith("mesh_tf_to_t5x") for pack in self._packs)
         return source.format == "tf_bundle" and not is_done and not is_bundle
+
+
+@contextlib.contextmanager
+def answers_as_options() -> Iterator[None]:
+    """Turns errors of `--given` into errors of usage."""
+    try:
+        yield
+    except GivenError as error:
+        raise UsageError(f"{given_options(error.answers)}: {error.reason}") from error
 
 
 class MappingOptions(RuleOptions):

@@ -10,11 +10,10 @@ import contextlib
 from typing import Any
 
 from orbax_t5x.cli.fixes import fix_text
-from orbax_t5x.cli.mapping import MappingOptions, plan_options
+from orbax_t5x.cli.mapping import MappingOptions, answers_as_options, plan_options
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.restoring.api import open_plan
-from orbax_t5x.restoring.chains import chain_of
 from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.text.output import UsageError, print_json, print_text
 
@@ -22,13 +21,12 @@ from orbax_t5x.text.output import UsageError, print_json, print_text
 def run(options: argparse.Namespace) -> int:
     """Prints the plan; 1 when it has problems."""
     mapping = MappingOptions(options)
-    with contextlib.ExitStack() as stack:
+    with answers_as_options(), contextlib.ExitStack() as stack:
         source = stack.enter_context(open_checkpoint(options.source, item=options.item))
         target = mapping.target()
         try:
-            chain = mapping.transforms(source, target)
+            chain = mapping.transforms(source)
             plan = open_plan(source, target, chain, plan_options(options), stack, Caller("convert"))
-            plan.found_rules = chain_of(chain) if mapping.is_auto else ()
         except RestorePlanError as error:
             if not options.json:
                 raise

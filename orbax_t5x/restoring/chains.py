@@ -18,7 +18,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.transforms import MODULE_OF as public_transforms
 from orbax_t5x.transforms.base import AnyTransform, Transform
-from orbax_t5x.transforms.diagnostics import Applied, Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.migrations import Migration, Migrations, expanded
 from orbax_t5x.transforms.model_surgery import adopt_orbax
 from orbax_t5x.transforms.run import run_transforms
@@ -43,7 +43,13 @@ _find_rules = on_demand.function(f"{_PACKAGE_OF_PACKS}.finding", "find_rules")
 
 @dataclasses.dataclass(frozen=True)
 class FoundRules(Transform):
-    """Placeholder for the rules that are found, until `written_out` replaces it."""
+    """Placeholder for the rules that are found, until `written_out` replaces it.
+
+    Attributes:
+      given: pairs of names that a user knows, of the checkpoint and of the target.
+    """
+
+    given: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,38 +224,55 @@ def written_out(
     path: str | None,
     *,
     fillable: Collection[str] = (),
-    applied: Applied = None,
+    settings: Diagnostics | None = None,
+    why: dict[str, Any] | None = None,
 ) -> tuple[AnyTransform, ...]:
     """Replaces `"auto"` in the chain by rules.
 
-    They lead from the source's leaves to the target's. Leaves of the target that are `fillable` need no rule. The
-    applications of rule packs on the way are added to `applied`.
+    They lead from the source's leaves to the target's. Leaves of the target that are `fillable` need no rule. With
+    the `settings` of the restore it need not apply the rule packs again. The reasons for the target's leaves are added
+    to `why`.
     """
+    settings, why = settings or Diagnostics(), {} if why is None else why
     chain: list[AnyTransform] = []
     for transform in transforms:
         if isinstance(transform, FoundRules):
-            before = run_transforms(chain, source, target, is_resuming=False, diagnostics=Diagnostics())
-            chain.extend(_rules_of_auto(before, target, path, fillable, applied))
+            before = run_transforms(chain, source, target, is_resuming=False, diagnostics=settings.settings())
+            mapping = _mapping_of_auto(transform, before, target, path, fillable, settings)
+            chain.extend(mapping.parts)
+            why.update(mapping.why)
         elif isinstance(transform, OneSource):
             below = transform.target_below(target)
             new = {name for name in below if name in fillable or prefixed(transform.source, name) in fillable}
-            steps = written_out(transform.steps, transform.own(source), below, path, fillable=new, applied=applied)
+            own, reasons = transform.own(source), {}
+            steps = written_out(transform.steps, own, below, path, fillable=new, settings=settings, why=reasons)
+            start = "" if below is target else f"{transform.source}/"
+            why.update((start + name, reason) for name, reason in reasons.items())
             chain.extend([dataclasses.replace(transform, steps=steps)] if steps else [])
         else:
             chain.append(transform)
     return tuple(chain)
 
 
-def _rules_of_auto(
-    source: FlatState, target: Mapping[str, Any], path: str | None, fillable: Collection[str], applied: Applied
-) -> tuple[Transform, ...]:
+def _mapping_of_auto(
+    auto: FoundRules,
+    source: FlatState,
+    target: Mapping[str, Any],
+    path: str | None,
+    fillable: Collection[str],
+    settings: Diagnostics,
+) -> Any:
     if not target:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and there is no target"
         fix = Fix.any_of(_PASS_RULES, Fix.in_program("pass the target"))
         raise RestorePlanError([Problem("rule", None, what, fix)], path=path)
     try:
         leaves = {name: leaf for name, leaf in source.items() if leaf is not None}
-        mapping = _mapping(leaves, target, fillable, applied)
+        mapping = (
+            _find_rules(leaves, target, dict(auto.given))
+            if auto.given
+            else _mapping(leaves, target, fillable, settings)
+        )
     except RestorePlanError as error:
         problems = [
             dataclasses.replace(problem, message=f"transforms={AUTO!r}: {problem.message}")
@@ -257,19 +280,19 @@ def _rules_of_auto(
         ]
         raise RestorePlanError(problems, path=path) from error
     _logger.info("transforms=%r: %s", AUTO, mapping.found)
-    return mapping.parts
+    return mapping
 
 
-def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str], applied: Applied) -> Any:
+def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str], settings: Diagnostics) -> Any:
     """Finds the `FoundMapping` of the target, or without fallback leaves."""
     wanted = {name: leaf for name, leaf in target.items() if name not in fillable}
     if not wanted or len(wanted) == len(target):
-        return _find_rules(source, target, applied=applied)
+        return _find_rules(source, target, settings=settings)
     found = None
     with contextlib.suppress(RestorePlanError):
-        found = _find_rules(source, target, applied=applied)
+        found = _find_rules(source, target, settings=settings)
         if found.is_whole:
             return found
     with contextlib.suppress(RestorePlanError):
-        return _find_rules(source, wanted, applied=applied)
-    return found or _find_rules(source, target, applied=applied)
+        return _find_rules(source, wanted, settings=settings)
+    return found or _find_rules(source, target, settings=settings)

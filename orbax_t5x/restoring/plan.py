@@ -25,6 +25,7 @@ from orbax_t5x.restoring.targets import Target
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 from orbax_t5x.transforms.base import AnyTransform
+from orbax_t5x.transforms.diagnostics import Why
 
 _execute_plan = on_demand.function("orbax_t5x.restoring.executor", "execute_plan")
 _peak_bytes = on_demand.function("orbax_t5x.restoring.executor", "peak_bytes")
@@ -263,12 +264,16 @@ class RestorePlan(Generic[_Restored]):
       fallback: computes what a fallback function computes with JAX, or None.
       is_fill_expected: whether the caller named the leaves that the fallback may fill (`fallback_for`).
       found_rules: the transforms that `"auto"` found; `print(plan)` shows them as code to paste.
+      why: by the target's leaves that `"auto"` found, pairs (kind, detail): a leaf is "given" (by `--given`), has the
+        "name", has it after a "renaming" that other leaves prove, is the only one that shapes and "structure" leave,
+        is a rule "pack"'s (the detail), or belongs to the "optimizer" (the detail is the fidelity).
       bytes_read_at_planning: bytes of array data that transforms read while the plan was made, counted as in a report;
         `bytes_to_read` does not have them.
       report: after `execute`, what was read and checked.
       processes: Orbax's options of the processes that execute it together; None: all of the job.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
-      rest: the transforms that are applied where the first of the list were applied before, else None.
+      rest: the transforms that are applied, if the first of the list were applied before or `"auto"` found some; else
+        None.
       migrations: the names of the migrations that were applied before, and of those that are applied, or None.
       decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
         `broadcast.schedule.decisions_of` decides by the shardings.
@@ -294,6 +299,7 @@ class RestorePlan(Generic[_Restored]):
         fallback: Compute | None,
         is_fill_expected: bool = False,
         found_rules: Sequence[AnyTransform] = (),
+        why: Mapping[str, Why] | None = None,
         bytes_read_at_planning: int = 0,
     ):
         self.entries: tuple[PlanEntry, ...] = tuple(entries)
@@ -306,6 +312,7 @@ class RestorePlan(Generic[_Restored]):
         self.fallback = fallback
         self.is_fill_expected = is_fill_expected
         self.found_rules: tuple[AnyTransform, ...] = tuple(found_rules)
+        self.why: Mapping[str, Why] = why or {}
         self.bytes_read_at_planning = bytes_read_at_planning
         # None before `execute`, after which no caller should have to test it.
         self.report: RestoreReport | Any = None

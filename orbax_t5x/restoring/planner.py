@@ -19,7 +19,7 @@ from orbax_t5x.lazy import Leaf, counting_reads
 from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.provenance.question import Decision, LeadsToTarget
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.chains import OneSource, rules_found, written_out
+from orbax_t5x.restoring.chains import FoundRules, OneSource, rules_found, written_out
 from orbax_t5x.restoring.fallback import Fallback, open_fallback
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
@@ -28,7 +28,7 @@ from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.text.wording import counted, size_text
 from orbax_t5x.transforms.dequantize import multiplied_by, scales_beside
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, Why
 from orbax_t5x.transforms.run import run_on_leaves
 from orbax_t5x.trees.flat import parents, prefixed
 
@@ -46,6 +46,7 @@ class PlanInputs:
       source: the leaves by the names that transforms get.
       given: the sources' own transforms and those of the call.
       transforms: the same with the rules that `"auto"` found.
+      why: its reasons for leaves of the target.
       takes_rules: whether transforms are applied, and one more would be; not so when a run is resumed.
       proposes: whether transforms that would help are looked for.
       fallback: values for missing leaves.
@@ -60,6 +61,7 @@ class PlanInputs:
     transforms: Sequence[Callable[..., Any]]
     options: RestoreOptions
     diagnostics: Diagnostics
+    why: Mapping[str, Why]
     takes_rules: bool = True
     proposes: bool = True
     fallback: Fallback | None = None
@@ -106,12 +108,16 @@ def plan_inputs(
     if flattened.problems and not flattened.leaves:  # whatever else is wrong follows from that
         raise diagnostics.error(list(flattened.problems), path=sources.path)
     written = given
+    why: dict[str, Why] = {}
     if given:
         patterns = [] if options.fallback is None else list(options.fallback_for or ())
         fillable = {name for one in patterns for name in flattened.original if re.fullmatch(one, name)}
-        original, applied = flattened.original, diagnostics.applied
-        written = written_out(given, source, original, sources.path, fillable=fillable, applied=applied)
-    return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics)
+        written = written_out(
+            given, source, flattened.original, sources.path, fillable=fillable, settings=diagnostics, why=why
+        )
+    if any(not isinstance(one, OneSource | FoundRules) for one in given):
+        why = {}  # another transform may give the names to other leaves
+    return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics, why)
 
 
 def leads_to_target(inputs: PlanInputs, skipped: Sequence[int], is_exact: bool) -> bool:
@@ -210,11 +216,12 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         fallback=None if fallback is None else fallback.compute,
         is_fill_expected=options.fallback_for is not None,
         found_rules=found,
+        why={} if resuming or decision.skipped else inputs.why,
         bytes_read_at_planning=reads.bytes_read,
     )
     plan.is_resuming = resuming
     rest = [one for index, one in enumerate(transforms) if index not in decision.skipped]
-    plan.rest = tuple(rest) if decision.skipped else None
+    plan.rest = tuple(rest) if decision.skipped or found else None
     if decision.migrations is not None:
         names = tuple(name for one in transforms if (name := getattr(one, "migration_name", None)))
         plan.migrations = PlanMigrations(decision.migrations, names[len(decision.migrations) :])

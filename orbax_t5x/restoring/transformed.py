@@ -40,9 +40,9 @@ def open_transformed(
     chain = chain_of(transforms)
     sources = open_sources(source, options, stack)
     path = sources.path or ""
-    diagnostics = Diagnostics(allows_unmapped=not options.strict)
+    diagnostics = Diagnostics(allows_unmapped=not options.strict, applied=[])
     stored = sources.leaves(diagnostics)
-    applied = written_out((*sources.chain, *chain), stored, target, path)
+    applied = written_out((*sources.chain, *chain), stored, target, path, settings=diagnostics)
     history = SourceHistory(sources)
     records = history.with_older_steps() if applied else history.recorded
     decision = history.decide(records, applied, options, "convert")

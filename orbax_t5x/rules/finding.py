@@ -1,12 +1,12 @@
 """Finds all transforms from a checkpoint to a target.
 
-Rule packs come first, then an alignment of the leaves left, then the optimizer. Known packs come first. Then what they
-make is aligned with the target, and at last the checkpoint itself. Only rules that give every parameter of the model
-one reading are returned.
+Known packs come first. Then what they make is aligned with the target, and at last the checkpoint itself. Only rules
+that give every parameter of the model one reading are returned.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.optim.moments import SlotNames, rename_counts
 from orbax_t5x.rules.alignment.alignment import Alignment, align, align_leaves
+from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
+from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x
 from orbax_t5x.rules.inference import find_pack, slots_between, views_or_zeros, without_place
@@ -30,7 +32,7 @@ from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms import Drop, FollowOptimizer, Rename, Transform
 from orbax_t5x.transforms.dequantize import scales_beside
-from orbax_t5x.transforms.diagnostics import Applied, Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, Why
 from orbax_t5x.transforms.run import run_transforms
 
 # What parameters are below in train states.
@@ -43,6 +45,8 @@ _ALIGNED = "by shapes, structure and names"
 _TRIED = 4
 # Rows of open leaves that a problem shows.
 _SHOWN = 3
+_NUMBERS = re.compile(r"\d+")
+_NAME_NEW = Fix.setting("name leaves that are new by {}", fallback_for=...)
 
 Leaves = Mapping[str, Any]
 Transforms = tuple[Transform, ...]
@@ -54,30 +58,47 @@ class FoundMapping(NamedTuple):
     Attributes:
       parts: in order.
       found: what they are founded on, as text.
+      why: the reason for each leaf of the target that they make.
       is_whole: whether they give every parameter of the model its leaf.
     """
 
     parts: Transforms
     found: str
+    why: Mapping[str, Why]
     is_whole: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Answers for leaves that nothing else tells apart, as transforms."""
+
+    given: tuple[tuple[str, str], ...]
+
+    def as_code(self) -> str:
+        """See `Transform.as_code`."""
+        return f"ot.rules.align(source, target, given={dict(self.given)}).transforms"
+
+
 class _Way(NamedTuple):
-    """Packs around an alignment, and the leaves between."""
+    """Packs around an alignment, and the leaves between.
+
+    `names`: of the leaves between and of the target, where the last packs change them.
+    """
 
     before: Transforms
     after: Transforms
     source: Leaves
     target: Leaves
+    names: Mapping[str, str] = {}
 
 
 def find_rules(
-    source_leaves: Any, target_leaves: Any, given: Mapping[str, str] | None = None, applied: Applied = None
+    source_leaves: Any, target_leaves: Any, given: Mapping[str, str] | None = None, settings: Diagnostics | None = None
 ) -> FoundMapping:
     """Finds the transforms from a checkpoint's leaves to a target's.
 
-    A known pack that leaves leaves of the target to others is returned, too: a plan explains these best. Applications
-    of packs are added to `applied`, so that a plan need not make them again.
+    A known pack that leaves leaves of the target to others is returned, too: a plan explains these best. With the
+    `settings` of a restore it need not apply the packs again.
 
     Raises:
       RestorePlanError: nothing leads there, or a parameter of the model has several readings.
@@ -88,32 +109,42 @@ def find_rules(
         alignment = align(source, target, given=given)
         if not alignment.is_complete:
             raise RestorePlanError([_problem(_Way((), (), source, target), alignment, given)])
-        parts = (*alignment.transforms, *_completion(alignment.transforms, source, target, applied))
-        return FoundMapping(parts, f"{_ALIGNED}: {calls_code(parts)}")
+        parts = (*alignment.transforms, *_completion(alignment.transforms, source, target, settings))
+        return _aligned(parts, _made(parts, source, target, settings), source, target, alignment.why)
     slots = slots_between(source, target)
-    given, source = source, _run(slots, source, target) if slots else source
+    stored, source = source, _run(slots, source, target, settings) if slots else source
     try:
-        pack, refusal = find_pack(source, target, applied), None
+        pack, refusal = find_pack(source, target, settings), None
     except RestorePlanError as error:
         pack, refusal = None, error
-    if pack is not None and _fills(pack.parts, source, target, applied):
-        return FoundMapping((*slots, *pack.parts), pack.found)
-    if scales_beside(given, given) and not scales_beside(target, target):
+    by_pack = None
+    if pack is not None:
+        made = _made(pack.parts, source, target, settings)
+        why = _reasons(pack.parts, made, source, target, {})
+        if slots:
+            why |= {name: Why("optimizer") for name in target.keys() & source.keys() - stored.keys()}
+        by_pack = FoundMapping((*slots, *pack.parts), pack.found, why, is_whole=_is_filled(made.leaves, target))
+        if by_pack.is_whole:
+            return by_pack
+    if scales_beside(stored, stored) and not scales_beside(target, target):
         scaled = pack_function("scaled_fp8_to_float32")()
-        found = find_rules(_run((scaled,), given, target, applied), target, applied=applied)
+        found = find_rules(_run((scaled,), stored, target, settings), target, settings=settings)
         return found._replace(parts=(scaled, *found.parts))
     best: tuple[_Way, Alignment] | None = None
-    for way in _ways(pack, given, target, applied):
-        alignment, parts = _align_model(way)
+    for way in _ways(pack, stored, target, settings):
+        alignment, parts, why = _align_model(way)
         if alignment.is_complete and (way.before or way.after or _is_telling(source, target)):
             parts = (*way.before, *parts, *way.after)
-            parts = (*parts, *_completion(parts, given, target, applied))
-            if _fills(parts, given, target, applied):
-                return FoundMapping(parts, f"{_ALIGNED}: {calls_code(parts)}")
+            parts = (*parts, *_completion(parts, stored, target, settings))
+            made = _made(parts, stored, target, settings)
+            if _is_filled(made.leaves, target):
+                return _aligned(
+                    parts, made, stored, target, {way.names.get(name, name): one for name, one in why.items()}
+                )
         if best is None or alignment.covered > best[1].covered:
             best = way, alignment
-    if pack is not None:
-        return FoundMapping((*slots, *pack.parts), pack.found, is_whole=False)
+    if by_pack is not None:
+        return by_pack
     refusal = refusal or refusal_between(source, target)
     is_explained = any(one.fix != WRITE_RULES for one in refusal.problems)
     if best is None or not best[1].open or not best[1].covered or is_explained:
@@ -131,15 +162,57 @@ def _with_sizes(refusal: RestorePlanError, way: _Way) -> RestorePlanError:
     return RestorePlanError([dataclasses.replace(first, message=first.message + text), *others], path=refusal.path)
 
 
-def _run(transforms: Sequence[Transform], source: Leaves, target: Leaves, applied: Applied = None) -> dict[str, Any]:
-    diagnostics = Diagnostics(applied=applied)
-    return run_transforms(transforms, views_or_zeros(source), target, is_resuming=False, diagnostics=diagnostics)
+class _Made(NamedTuple):
+    """Leaves after transforms, and the findings."""
+
+    leaves: dict[str, Any]
+    findings: Diagnostics
 
 
-def _fills(transforms: Sequence[Transform], source: Leaves, target: Leaves, applied: Applied) -> bool:
-    """Tests if transforms fill every parameter with its shape."""
-    result = _run(transforms, source, target, applied)
-    return all(name in result and result[name].shape == tuple(leaf.shape) for name, leaf in _model(target).items())
+def _made(
+    transforms: Sequence[Transform], source: Leaves, target: Leaves, settings: Diagnostics | None = None
+) -> _Made:
+    findings = (settings or Diagnostics()).settings()
+    views = views_or_zeros(source)
+    return _Made(run_transforms(transforms, views, target, is_resuming=False, diagnostics=findings), findings)
+
+
+def _run(
+    transforms: Sequence[Transform], source: Leaves, target: Leaves, settings: Diagnostics | None = None
+) -> dict[str, Any]:
+    return _made(transforms, source, target, settings).leaves
+
+
+def _is_filled(leaves: Leaves, target: Leaves) -> bool:
+    """Tests that leaves have every parameter's shape."""
+    return all(name in leaves and leaves[name].shape == tuple(leaf.shape) for name, leaf in _model(target).items())
+
+
+def _aligned(
+    parts: Transforms, made: _Made, source: Leaves, target: Leaves, proven: Mapping[str, Proof]
+) -> FoundMapping:
+    return FoundMapping(parts, f"{_ALIGNED}: {calls_code(parts)}", _reasons(parts, made, source, target, proven))
+
+
+def _reasons(
+    parts: Transforms, made: _Made, source: Leaves, target: Leaves, proven: Mapping[str, Proof]
+) -> dict[str, Why]:
+    """Returns the reasons for all leaves; `proven` by an alignment."""
+    packs = " then ".join(part.name for part in parts if isinstance(part, RulePack))
+    by_pack, parameters = Why("pack", packs) if packs else Why(RENAMING), parameters_of(target)
+    reasons: dict[str, Why] = {}
+    for name in target:
+        if name not in made.leaves:
+            continue
+        proof, fidelity = proven.get(name), made.findings.fidelity.get(name, "")
+        is_changed = name in made.findings.origin_of or name not in source
+        if proof is not None and not (proof == NAME and is_changed):
+            reasons[name] = Why(proof, "" if proof == NAME else packs)
+        elif name in parameters or proof is not None:
+            reasons[name] = by_pack if is_changed else Why(NAME)
+        else:
+            reasons[name] = Why("optimizer", fidelity) if is_changed or fidelity else Why(NAME)
+    return reasons
 
 
 def _is_telling(source: Leaves, target: Leaves) -> bool:
@@ -162,23 +235,25 @@ def _model(leaves: Leaves) -> dict[str, Any]:
     return {name: leaf for name, leaf in every.items() if jnp.issubdtype(leaf.dtype, jnp.floating)} or every
 
 
-def _ways(pack: RulePack | None, source: Leaves, target: Leaves, applied: Applied) -> Iterator[_Way]:
+def _ways(pack: RulePack | None, source: Leaves, target: Leaves, settings: Diagnostics | None) -> Iterator[_Way]:
     """Yields candidates for alignment, the likeliest first."""
     last: Transforms = ()
     wanted: Leaves = target
+    names: Mapping[str, str] = {}
     forth = pack_to_t5x(find_layout(_model(target)).kind)
     if forth is not None and forth.has_inverse:
-        last, wanted = (forth.inverse(),), _run((forth,), target, {})
+        made = _made((forth,), target, {})
+        last, wanted, names = (forth.inverse(),), made.leaves, made.findings.origin_of
     firsts = [] if pack is None or not pack.parts else [pack.parts]
     forth = pack_to_t5x(find_layout(_model(source)).kind)
     if forth is not None:
         firsts.append((forth,))
     firsts.append(())
     for first in dict.fromkeys(firsts):
-        made = _run(first, source, target, applied) if first else source
-        yield _Way(first, last, made, wanted)
+        made = _run(first, source, target, settings) if first else source
+        yield _Way(first, last, made, wanted, names)
         for more in _with_heads(made, wanted):
-            yield _Way((*first, more), last, _run((more,), made, target, applied), wanted)
+            yield _Way((*first, more), last, _run((more,), made, target, settings), wanted, names)
     if last:
         yield _Way((), (), source, target)
 
@@ -206,8 +281,11 @@ def _with_heads(source: Leaves, target: Leaves) -> Iterator[RulePack]:
             yield (t5_minimal_to_scanned if layout.is_scanned else t5_minimal_to_unscanned)(*heads).inverse()
 
 
-def _align_model(way: _Way) -> tuple[Alignment, Transforms]:
-    """Aligns the model, below the source's root first."""
+def _align_model(way: _Way) -> tuple[Alignment, Transforms, dict[str, Proof]]:
+    """Aligns the model, below the source's root first.
+
+    Returns the proofs by the target's names, too.
+    """
     source, target = way.source, way.target
     roots = _root(source), _root(target)
     is_moved = all(roots) and roots[0] != roots[1]
@@ -218,13 +296,17 @@ def _align_model(way: _Way) -> tuple[Alignment, Transforms]:
         alignment = align_leaves(source, target, ours, theirs)
         if alignment.is_complete:
             break
-    parts = alignment.transforms
+    parts: Transforms = alignment.transforms
+    why: dict[str, Proof] = alignment.why
     if is_moved:
+        why = {
+            roots[1] + name.removeprefix(roots[0]): RENAMING if proof == NAME else proof for name, proof in why.items()
+        }
         rename = Rename(((f"{roots[0]}(.*)", rf"{roots[1]}\1"),))
         slots = slots_between(_run(parts, source, target), target)
         follows = not slots and SlotNames().slots(source)
         parts = (*parts, *slots, FollowOptimizer(rename) if follows else rename)
-    return alignment, parts
+    return alignment, parts, why
 
 
 def _root(leaves: Leaves) -> str:
@@ -233,9 +315,11 @@ def _root(leaves: Leaves) -> str:
     return next((root for root in _ROOTS if names and all(name.startswith(root) for name in names)), "")
 
 
-def _completion(transforms: Sequence[Transform], source: Leaves, target: Leaves, applied: Applied) -> Transforms:
+def _completion(
+    transforms: Sequence[Transform], source: Leaves, target: Leaves, settings: Diagnostics | None
+) -> Transforms:
     """Returns transforms of step, counts and unwanted optimizers."""
-    state = _run(transforms, source, target, applied)
+    state = _run(transforms, source, target, settings)
     last = slots_between(state, target)
     state = _run(last, state, target) if last else state
     names = rename_counts(state, target)
@@ -261,32 +345,51 @@ def _problem(way: _Way, alignment: Alignment, given: Mapping[str, str] | None = 
         code = textwrap.shorten(calls_code(parts), _LONGEST_CODE, placeholder=" …")
         message += f". The rules found cover {alignment.covered}: {code}"
     answers = {} if way.before or way.after else _answer(way, alignment, given or {})
+    fix = Fix("give the open leaves the target's words by a Rename, and pass it with the rules found as transforms")
     if answers:
-        options = " ".join(f"--given {old}={new}" for old, new in answers.items())
-        fix = (
-            f"if it is so, answer with transforms=ot.rules.align(source, target, given={answers!r}).transforms, which "
-            f"settles most, or on the command line with {options}; name leaves that are new by fallback_for"
-        )
-    else:
-        fix = (
-            "give the open leaves the target's words by a Rename, and pass it with the rules found as transforms; name "
-            "leaves that are new by fallback_for"
-        )
-    return Problem("rule", None, message, Fix(fix))
+        fix = Fix.setting("if it is so, pass {}", transforms=Answers(tuple(answers.items())))
+    return Problem("rule", None, message, Fix.any_of(fix, _NAME_NEW))
 
 
 def _answer(way: _Way, alignment: Alignment, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns answers that settle most leaves, or nothing."""
-    best, most = {}, alignment.covered
-    names = list(alignment.open)
-    for row in alignment.folded()[:_TRIED]:
-        name = names[row.members[0]]
-        for old in alignment.open[name][:1]:
-            answers = {**given, old: name}
-            try:
-                covered = align(way.source, way.target, given=answers).covered
-            except ValueError:
-                continue
-            if covered > most:
-                best, most = answers, covered
-    return best
+    """Returns answers that settle most leaves, or nothing.
+
+    Leaves with a single candidate are answered together. Of others, the answer that settles most is added.
+    """
+    answers, best = dict(given), alignment
+    for _ in range(_TRIED):
+        found = _settled(way, answers, _answers_of_one_candidate(best.open, answers))
+        if found is None or found[1].covered <= best.covered:
+            break
+        answers, best = found
+    names = list(best.open)
+    tried = [names[row.members[0]] for row in best.folded()[:_TRIED]]
+    ways = [_settled(way, answers, {old: name for old in best.open[name][:1]}) for name in tried]
+    answers, best = max([(answers, best), *filter(None, ways)], key=lambda one: one[1].covered)
+    return answers if best.covered > alignment.covered else {}
+
+
+def _settled(way: _Way, known: Mapping[str, str], more: Mapping[str, str]) -> tuple[dict[str, str], Alignment] | None:
+    """Returns the answers that settle their leaves, and the alignment."""
+    while more:
+        try:
+            found = align(way.source, way.target, given={**known, **more})
+        except GivenError as error:
+            wrong = dict(error.answers)
+            more = {old: new for old, new in more.items() if old not in wrong} if more.keys() & wrong else {}
+        else:
+            return {**known, **{old: new for old, new in more.items() if new not in found.open}}, found
+    return None
+
+
+def _answers_of_one_candidate(readings: Mapping[str, Sequence[str]], known: Mapping[str, str]) -> dict[str, str]:
+    """Returns answers for leaves with a single candidate and taker.
+
+    One layer answers for all.
+    """
+    takers = collections.Counter(old for found in readings.values() for old in found)
+    answers: dict[tuple[str, str], tuple[str, str]] = {}
+    for name, found in readings.items():
+        if len(found) == 1 and takers[found[0]] == 1 and found[0] not in known:
+            answers.setdefault((_NUMBERS.sub("", found[0]), _NUMBERS.sub("", name)), (found[0], name))
+    return dict(answers.values())

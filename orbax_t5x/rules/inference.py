@@ -24,7 +24,7 @@ from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of,
 from orbax_t5x.rules.pack import RulePack, join_packs
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.dequantize import scales_beside
-from orbax_t5x.transforms.diagnostics import Applied, Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.prefix import change_between
 
@@ -88,8 +88,9 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
     return pack
 
 
-def find_pack(source_leaves: Any, target_leaves: Any, applied: Applied = None) -> RulePack | None:
-    """Finds the pack of `infer`, and adds to its applications."""
+def find_pack(source_leaves: Any, target_leaves: Any, settings: Diagnostics | None = None) -> RulePack | None:
+    """Finds the pack of `infer`; `settings` are those of the restore."""
+    settings = settings or Diagnostics()
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
     seen, wanted = layouts_of(source, target)
     is_one_layout = seen.kind == wanted.kind or "unknown" in (seen.kind, wanted.kind)
@@ -100,18 +101,18 @@ def find_pack(source_leaves: Any, target_leaves: Any, applied: Applied = None) -
     if pack is None:
         return None
     views = views_or_zeros(source)
-    names = pack.apply(views, target, Diagnostics(applied=applied)) if pack.steps else source
+    names = pack.apply(views, target, settings.settings()) if pack.steps else source
     biases = _between_biases(names, target)
     if biases is not None:
         pack = join_packs((*pack.parts, biases), (biases.inverse(), *pack.inverse().parts) if pack.has_inverse else ())
-        names = pack.apply(views, target, Diagnostics(applied=applied))
+        names = pack.apply(views, target, settings.settings())
     if scales_beside(names, names) and not scales_beside(target, target):
         pack = join_packs((*pack.parts, pack_function("scaled_fp8_to_float32")()), ())
-        names = pack.apply(views, target, Diagnostics(applied=applied))
+        names = pack.apply(views, target, settings.settings())
     slots = slots_between(names, target)
     if slots:
         pack = join_packs((*pack.parts, *slots), (*slots, *pack.inverse().parts) if pack.has_inverse else ())
-        names = pack.apply(views, target, Diagnostics(applied=applied))
+        names = pack.apply(views, target, settings.settings())
     dropped = without_place(names, target)
     if dropped:
         drop = Drop(dropped)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.trees.flat import FlatState
@@ -45,6 +45,19 @@ def _is_same(one: FlatState, other: FlatState) -> bool:
 
 
 Applied: TypeAlias = list[Application] | None
+
+
+class Why(NamedTuple):
+    """Reason for the leaf that a target's leaf gets.
+
+    Attributes:
+      kind: "given"; its "name"; its name after a "renaming"; "structure"; a rule "pack"; "optimizer" for moments that
+        follow their parameter, steps and counts.
+      detail: the packs, or the fidelity of a moment.
+    """
+
+    kind: Literal["given", "name", "renaming", "structure", "pack", "optimizer"]
+    detail: str = ""
 
 
 @dataclasses.dataclass

@@ -141,7 +141,9 @@ def test_auto_shows_the_rules_for_other_names_and_converts_by_them(run, tmp_path
         safetensors.numpy.save_file(arrays, file)
     code, out, _ = run("plan", files[0], "--target", files[1], "--rules", "auto")
     assert code == 0
-    lines = out.partition('Rules that "auto" found, as transforms to paste:\n')[2].splitlines()
+    shown, _, reasons = out.partition('Rules that "auto" found, as transforms to paste:\n')[2].partition("\n\n")
+    lines = shown.splitlines()
+    assert "by its name after a renaming: dec/** (59), enc/** (29)" in reasons
     rules = eval(f"[{''.join(lines)}]", {"ot": ot})
     assert all(isinstance(rule, ot.transforms.Rename) for rule in rules) and len(rules) <= 4
     restored = ot.restore(files[0], {name: value for name, value in target.items()}, rules)

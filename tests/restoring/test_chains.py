@@ -6,6 +6,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
+from orbax_t5x.cli.main import main
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.testing.transform_suite import as_numpy, run
@@ -89,7 +90,7 @@ def test_auto_applies_what_infer_finds_and_records_it_as_written_out(parameters)
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("is_of_a_source", [False, True])
 def test_auto_applies_each_pack_once(monkeypatch, strict, is_of_a_source):
-    """The plan is that of the rules found; if `strict=False` allows more, it is made anew."""
+    """The plan is that of the rules found."""
     applied, apply = [], T.Chain.apply
 
     def counted(self, state, target, diagnostics):
@@ -110,10 +111,34 @@ def test_auto_applies_each_pack_once(monkeypatch, strict, is_of_a_source):
             patched.setattr(T.Chain, "apply", counted)
             plan = ot.plan_restore(of, target, rules, strict=strict)
         assert {name: applied.count(name) for name in applied} == {
-            pack.name: 1 if strict else 2 for pack in plan.found_rules if isinstance(pack, R.RulePack)
+            pack.name: 1 for pack in plan.found_rules if isinstance(pack, R.RulePack)
         }
         assert facts(plan) == facts(ot.plan_restore(source, target, plan.found_rules, strict=strict))
         assert_trees_equal(plan.execute(), ot.restore(source, target, plan.found_rules, strict=strict))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_conversions_and_the_command_line_apply_each_pack_once(monkeypatch, capsys, tmp_path, strict):
+    applied, apply = [], T.Chain.apply
+
+    def counted(self, state, target, diagnostics):
+        if isinstance(self, R.RulePack) and target:
+            applied.append(self.name)
+        return apply(self, state, target, diagnostics)
+
+    hf, t5x = GOLDENS / "safetensors" / "t5_1_1", tmp_path / "t5x"
+    ot.convert(hf, t5x, [R.hf_t5_to_t5x()])
+    options = [] if strict else ["--no-strict"]
+    monkeypatch.setattr(T.Chain, "apply", counted)
+    ways = [
+        lambda: ot.diff(hf, t5x, "auto", strict=strict, values=False),
+        lambda: main(["plan", str(hf), "--target", str(t5x), "--rules", "auto", *options]),
+        lambda: main(["convert", str(hf), str(tmp_path / "out"), "--target", str(t5x), "--rules", "auto", *options]),
+    ]
+    for way in ways:
+        applied.clear()
+        assert way() is not None
+        assert applied == ["hf_t5_to_t5x()"], capsys.readouterr()
 
 
 def test_auto_applies_a_pack_again_that_reads():

@@ -9,7 +9,7 @@ import numpy as np
 from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.show.broadcasts import broadcast_totals, decision_data
-from orbax_t5x.restoring.show.entries import entry_how
+from orbax_t5x.restoring.show.entries import entry_how, entry_why
 from orbax_t5x.restoring.show.filled import parameter_counts
 from orbax_t5x.text.code import code_of
 from orbax_t5x.trees.narrow import is_tuple
@@ -24,7 +24,8 @@ def to_json(plan: RestorePlan) -> dict[str, Any]:
             for name, checkpoint in plan.checkpoints.items()
         },
         "entries": [
-            {**_entry_json(entry), "broadcast": decision_data(decisions.get(entry.name))} for entry in plan.entries
+            {**_entry_json(entry), "why": _why_data(entry, plan), "broadcast": decision_data(decisions.get(entry.name))}
+            for entry in plan.entries
         ],
         "model_parameters": parameter_counts(plan)._asdict(),
         "filled": list(plan.filled),
@@ -38,6 +39,11 @@ def to_json(plan: RestorePlan) -> dict[str, Any]:
         "bytes_read_at_planning": plan.bytes_read_at_planning,
         "broadcast": broadcast_totals(decisions),
     }
+
+
+def _why_data(entry: PlanEntry, plan: RestorePlan) -> dict[str, str] | None:
+    why = entry_why(entry, plan)
+    return None if why is None else why._asdict()
 
 
 def _entry_json(entry: PlanEntry) -> dict[str, Any]:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from orbax_t5x.lazy import Box
-from orbax_t5x.restoring.plan import PlanEntry
+from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.wording import array_text, listed, sharding_text
+from orbax_t5x.transforms.diagnostics import Why
 
 # Sources of one leaf that are named when they do not fold.
 _SHOWN_SOURCES = 2
+_REASONS = {
+    "given": "as given",
+    "name": "by its name",
+    "renaming": "by its name after a renaming",
+    "structure": "by shapes and structure",
+    "pack": "by a rule pack",
+    "optimizer": "as its role in the optimizer's state",
+}
 ACTION_WORDS = {"read": "read", "value": "constant", "fallback": "fallback", "keep": "kept as it is"}
 
 
@@ -42,6 +51,16 @@ def entry_source(entry: PlanEntry) -> str:
     if len(entry.sources) == 1:
         return entry.sources[0]
     return listed([row.texts[0] for row in fold_names(entry.sources)], _SHOWN_SOURCES, separator=" + ")
+
+
+def entry_why(entry: PlanEntry, plan: RestorePlan) -> Why | None:
+    """Returns the reason for the leaf that `"auto"` found, or None."""
+    return plan.why.get(entry.name) if entry.action == "read" else None
+
+
+def why_text(why: Why) -> str:
+    """Returns a reason in words."""
+    return _REASONS[why.kind] + (f" ({why.detail})" if why.detail else "")
 
 
 def entry_how(entry: PlanEntry) -> str:

@@ -11,7 +11,7 @@ from orbax_t5x.lazy import Box
 from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.show.broadcasts import decision_text
-from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_reads, entry_sharding
+from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_reads, entry_sharding, entry_why, why_text
 from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text, mesh_text, plain, size_text
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.trees.dtypes import conversion
@@ -71,6 +71,8 @@ def _explain_entry(entry: PlanEntry, plan: RestorePlan) -> list[str]:
         lines.append(
             _labelled("rule", "the names match" if entry.sources == (entry.name,) else "a transform put it here")
         )
+    if (why := entry_why(entry, plan)) is not None:
+        lines.append(_labelled("found", why_text(why)))
     lines += _dtype_lines(entry, [np.dtype(views[name].dtype) for name in entry.sources if name in views])
     if entry_sharding(entry):
         mesh = f" over {mesh_text(entry.sharding)}" if mesh_text(entry.sharding) else ""

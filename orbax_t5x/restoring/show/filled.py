@@ -71,7 +71,7 @@ def filled_text(plan: RestorePlan) -> str:
 def filled_patterns(plan: RestorePlan) -> str:
     """Lists the fallback's leaves as patterns of names."""
     every = [entry.name for entry in plan.entries if entry.action != "keep"]
-    return plain(listed(_subtrees(plan.filled, every), _SHOWN_PATTERNS))
+    return plain(listed(folded_subtrees(plan.filled, every), _SHOWN_PATTERNS))
 
 
 def warning_of_filled(plan: RestorePlan) -> str:
@@ -90,7 +90,7 @@ def filled_parameters(plan: RestorePlan) -> str:
     """Lists the filled model parameters as patterns of names."""
     parameters = _parameter_entries(plan) if plan.filled else ()
     filled = [entry.name for entry in parameters if entry.action == "fallback"]
-    return plain(listed(_subtrees(filled, [entry.name for entry in parameters]), _SHOWN_PATTERNS))
+    return plain(listed(folded_subtrees(filled, [entry.name for entry in parameters]), _SHOWN_PATTERNS))
 
 
 def patterns_for_filled(plan: RestorePlan) -> list[str] | None:
@@ -105,7 +105,7 @@ def _parameter_entries(plan: RestorePlan) -> Sequence[PlanEntry]:
     return [entry for entry in with_values if entry.leaf is not None and entry.leaf.is_float_param] or with_values
 
 
-def _subtrees(names: Sequence[str], every: Iterable[str]) -> list[str]:
+def folded_subtrees(names: Sequence[str], every: Iterable[str]) -> list[str]:
     """Folds names to `dec/** (46)` for subtrees that they fill."""
     found = _whole_subtrees(names, every)
     sizes = list(found.values())

@@ -12,18 +12,28 @@ from collections.abc import Iterator, Mapping
 from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.broadcasts import broadcast_text
-from orbax_t5x.restoring.show.entries import ACTION_WORDS, entry_array, entry_how, entry_sharding, entry_source
-from orbax_t5x.restoring.show.filled import filled_patterns, filled_text
+from orbax_t5x.restoring.show.entries import (
+    ACTION_WORDS,
+    entry_array,
+    entry_how,
+    entry_sharding,
+    entry_source,
+    entry_why,
+    why_text,
+)
+from orbax_t5x.restoring.show.filled import filled_patterns, filled_text, folded_subtrees
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import fold
 from orbax_t5x.text.report import Page, Section
 from orbax_t5x.text.table import TableRow
-from orbax_t5x.text.wording import array_bytes, counted, leaves_text, mesh_text, plain, size_text
+from orbax_t5x.text.wording import array_bytes, counted, leaves_text, listed, mesh_text, plain, size_text
 
 # Rows shown; a plan that needs more is read by programs, not by people.
 SHOWN_ROWS = 200
 # Rows of unused or dropped names shown.
 _SHOWN_NAMES = 20
+# Subtrees shown for each reason.
+_SHOWN_SUBTREES = 6
 HEADS = TableRow("leaf", "array", "sharding", "reads", "from")
 _SAME_NAME = "same name"
 _PLACES = {"host": "stay on the host as NumPy", "1 device": "go to one device"}
@@ -104,6 +114,8 @@ def name_sections(plan: RestorePlan) -> Iterator[Section]:
     if plan.found_rules:
         rules = [f"{code_of(one)}," for one in plan.found_rules]
         yield Section('Rules that "auto" found, as transforms to paste', names=rules)
+    if reasons := _reasons(plan):
+        yield Section('Why "auto" took its leaves', names=reasons)
     constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}
     unread = "" if plan.bytes_read_at_planning else ", not read"
     unused = "Unused: in the checkpoint, without a counterpart in the target"
@@ -114,6 +126,16 @@ def name_sections(plan: RestorePlan) -> Iterator[Section]:
     ):
         if names:
             yield Section(f"{title} ({len(names):,})", names=_shown_names(names, where))
+
+
+def _reasons(plan: RestorePlan) -> list[str]:
+    """Returns a line for each reason, with names folded to subtrees."""
+    names: dict[str, list[str]] = {}
+    for entry in plan.entries:
+        if (why := entry_why(entry, plan)) is not None:
+            names.setdefault(why_text(why), []).append(entry.name)
+    every = [entry.name for entry in plan.entries]
+    return [plain(f"{text}: {listed(folded_subtrees(found, every), _SHOWN_SUBTREES)}") for text, found in names.items()]
 
 
 def _shown_names(remarks: Mapping[str, str], where: str) -> list[str]:

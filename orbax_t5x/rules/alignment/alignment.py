@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from orbax_t5x.optim.moments import SlotNames
-from orbax_t5x.rules.alignment.evidence import NAME, RENAMING
+from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
 from orbax_t5x.rules.layouts import leaves_of, parameters_of
@@ -65,9 +65,23 @@ class Alignment:
         """Number of the target's parameters with a single reading."""
         return len(self._moves)
 
+    @property
+    def why(self) -> dict[str, Proof]:
+        """Proofs of the target's assigned leaves.
+
+        "given", "name", "renaming" (the name after a renaming that other leaves prove) or "structure".
+        """
+        # Names that differ in their layers' numbers, or in a root, prove a pair as equal ones do.
+        return {
+            name: RENAMING if why == NAME and move.sources != (name,) else cast("Proof", why)
+            for name, move in self._moves.items()
+            if (why := self._moves.why[name])
+        }
+
     def inverse(self) -> Alignment:
         """Returns the way back; leaves that the target lacks are open."""
         back = Moves({name: move.reversed() for move in self._moves.values() for name in move.sources})
+        back.why = {old: self._moves.why[new] for new, move in self._moves.items() for old in move.sources}
         readings: dict[str, list[str]] = {}
         for name, found in self.open.items():
             for one in found:

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, Literal
 
 from orbax_t5x.rules.alignment.kinds import LAYER, LeafKind, Shape, Sides, Template, Tree
 from orbax_t5x.rules.alignment.words import features, meaning_of, meanings
 
-GIVEN, NAME, RENAMING, STRUCTURE = "given", "by its name", "by its name after a renaming", "by structure"
+Proof = Literal["given", "name", "renaming", "structure"]
+GIVEN: Final = "given"
+NAME: Final = "name"
+RENAMING: Final = "renaming"
+STRUCTURE: Final = "structure"
 UNKNOWN_TURN = "another order of its dimensions has its shape, too, and nothing shows which is meant"
 _REVERSED = "its namesake has the reversed shape: ot.transforms.Transpose, if it is the same array"
 # A module of fewer leaves at the root may be another one of the same shapes.

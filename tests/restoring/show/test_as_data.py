@@ -25,6 +25,7 @@ def test_json_says_everything(t5_plan):
             "mesh": {"data": 2, "model": 4},
         },
         "bytes": 512,
+        "why": None,
         "broadcast": None,
     }
     assert said["broadcast"] is None  # with one process nothing is sent

@@ -1,12 +1,15 @@
 """One answer of a user settles the leaves of all layers; a wrong one is refused."""
 
 import re
+import shlex
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import orbax_t5x as ot
-from orbax_t5x.rules.finding import find_rules
+from orbax_t5x.cli.main import main
+from orbax_t5x.trees.flat import unflatten
 from tests.support.aligned_leaves import wrong_leaves
 
 
@@ -63,14 +66,43 @@ def test_wrong_answers_are_refused(given, message):
         ot.rules.align(*map(tree, QUESTIONS), given=given)
 
 
-def test_auto_asks_for_the_answer_that_settles_most():
-    body = {"norm/scale": (9,), "query/kernel": (2, 3), "head/kernel": (3, 9)}
-    source, target = ({**body, **question} for question in QUESTIONS)
+BODY = {"norm/scale": (9,), "query/kernel": (2, 3), "head/kernel": (3, 9)}
+# For each: leaves of both sides that nothing tells apart, and how many answers settle them.
+ASKED = {
+    "several candidates": (*QUESTIONS, 1),
+    "one candidate each": ({"red/kernel": (4, 5), "green": (5, 7)}, {"x/kernel": (4, 5), "y": (5, 7)}, 2),
+    "both, and a space": (
+        {**QUESTIONS[0], "red/a": (4, 6), "dark green/a": (6, 7)},
+        {**QUESTIONS[1], "r/d": (4, 6), "g/d": (6, 7)},
+        3,
+    ),
+    "a name that no option can have": ({"red=a/kernel": (4, 5)}, {"x/kernel": (4, 5)}, 1),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_answers_that_auto_prints_settle_all(asked, tmp_path, capsys, monkeypatch):
+    """In Python and on the command line, as they are printed."""
+    *sides, count = ASKED[asked]
+    trees = [{name: np.float32(leaf) for name, leaf in tree({**BODY, **side}).items()} for side in sides]
+    files = [str(tmp_path / f"{side}.safetensors") for side in ("source", "target")]
+    for file, leaves in zip(files, trees, strict=True):
+        safetensors.numpy.save_file(leaves, file)
     with pytest.raises(ot.errors.RestorePlanError) as caught:
-        find_rules(tree(source), tree(target))
+        ot.plan_restore(files[0], unflatten(trees[1]), "auto")
     (problem,) = caught.value.problems
-    (answer,) = re.findall(r"given=(\{.*?\})\)", str(problem.fix))
-    old, new = next(iter(eval(answer).items()))
-    assert f"--given {old}={new}" in str(problem.fix)
-    assert ot.rules.align(tree(source), tree(target), given=eval(answer)).is_complete
-    assert find_rules(tree(source), tree(target), eval(answer)).is_whole
+    (code,) = re.findall(r"pass transforms=(ot.rules.align\(.*?\).transforms)", str(problem.fix))
+    found = eval(code, {"ot": ot, "source": trees[0], "target": trees[1]})
+    assert len(ot.plan_restore(files[0], unflatten(trees[1]), found).entries) == len(trees[1])
+    assert len(problem.fix.arguments["transforms"].given) == count
+
+    monkeypatch.setenv("COLUMNS", "1000")
+    command = ["plan", files[0], "--target", files[1], "--rules", "auto"]
+    assert main(command) == 1
+    printed = capsys.readouterr().err
+    options = re.findall(r"pass (--given .*)", printed)
+    if not options:
+        assert f"in Python, if it is so, pass transforms={code}" in printed
+        return
+    assert "ot.rules" not in printed.split("Fix:")[1] and main([*command, *shlex.split(*options)]) == 0
+    assert "as given: " in capsys.readouterr().out
