@@ -26,7 +26,7 @@ class Division:
     def __init__(self, agreement: Any = None):
         """Makes a division; without an `agreement`, for this process only."""
         self._agreement = agreement
-        self._size: int = 1 if agreement is None else agreement.group.size
+        self.size: int = 1 if agreement is None else agreement.group.size
 
     def results(
         self,
@@ -36,10 +36,10 @@ class Division:
         work: Callable[[Sequence[_Item]], list[Any]],
     ) -> list[Any]:
         """Returns the results of all items, in order."""
-        if self._size == 1:
+        if self.size == 1:
             return work(items)
         self._agreement.plan(names, [])
-        numbers = balanced_shares(range(len(items)), lambda at: nbytes(items[at]) + _REQUEST_BYTES, self._size)
+        numbers = balanced_shares(range(len(items)), lambda at: nbytes(items[at]) + _REQUEST_BYTES, self.size)
         share = sorted(numbers[self._agreement.group.rank])
         found = dict(zip(share, work([items[at] for at in share]), strict=True))
         merged = {int(at): result for mine in self._agreement.of_all(found) for at, result in mine.items()}
@@ -47,7 +47,7 @@ class Division:
 
     def total(self, bytes_read: int, seconds: float) -> tuple[int, float]:
         """Returns the bytes and the longest time of all processes."""
-        if self._size == 1:
+        if self.size == 1:
             return bytes_read, seconds
         counts = self._agreement.of_all([bytes_read, seconds])
         return sum(nbytes for nbytes, _ in counts), max(taken for _, taken in counts)

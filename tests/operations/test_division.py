@@ -5,6 +5,7 @@ import json
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.operations.division import divided
@@ -16,7 +17,7 @@ _SCRIPT = """
 import orbax.checkpoint as ocp
 import orbax_t5x as ot
 
-a, b, damaged = sys.argv[1:]
+a, b, damaged, large = sys.argv[1:]
 split = ot.transforms.Split("z/kernel", ["z/left", "z/right"], 0)
 
 def report(call, *arguments, **options):
@@ -27,6 +28,9 @@ def report(call, *arguments, **options):
 report(ot.verify, damaged)
 report(ot.diff, damaged, b)
 report(ot.diff, a, ot.Source(b, split), split)
+from orbax_t5x.operations.verify import verify as module
+module._BLOCK_BYTES = 1 << 16
+report(ot.verify, large)
 
 def fails(*update):
     if process == 1:
@@ -75,7 +79,11 @@ def test_processes_report_what_one_does(tmp_path):
     alone = [ot.verify(damaged), ot.diff(damaged, b), ot.diff(a, ot.Source(b, split), split)]
     assert [leaf.name for leaf in alone[0].leaves if leaf.status == "damaged"] == ["u/kernel", "x/kernel"]
     assert alone[1].leaves[0].absolute.b == complex(np.inf)
-    told = run_script(_SCRIPT, 3, a, b, damaged, devices=1)
+    safetensors.numpy.save_file({"one": np.zeros((64, 1 << 12), np.float32)}, tmp_path / "large.safetensors")
+    told = run_script(_SCRIPT, 3, a, b, damaged, tmp_path / "large.safetensors", devices=1)
+    large = [mine.pop(3) for mine in told]
+    assert [found["bytes_read"] for found, _ in large] == [1 << 20] * 3
+    assert sorted(done for _, (done, _) in large) == [1 << 18, *[3 << 17] * 2], "rows of one leaf, in blocks"
     reports = [[found for found, _ in mine[:3]] for mine in told]
     assert reports[0] == reports[1] == reports[2]
     assert list(map(without_time, reports[0])) == [without_time(one.to_json()) for one in alone]

@@ -8,14 +8,16 @@ read all the same: a chunk that is missing or cannot be decoded is damage, too.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from orbax_t5x.concurrency import call_of_user, guarded, run_on_read_thread
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.memory import empty_array
-from orbax_t5x.lazy import Leaf, ReadStats, Request, full_box
+from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, full_box
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.operations.division import divided
 from orbax_t5x.operations.verify.report import HOLDS, NOTHING, LeafVerification, Status, VerifyReport
@@ -40,7 +42,8 @@ def verify(
 ) -> VerifyReport:
     """Reads a checkpoint and compares it with its own checksums.
 
-    It is of any format and in any store. In a job every process calls this, and reads its share of the leaves.
+    It is of any format and in any store. In a job every process calls this, and reads its share: whole leaves, or rows
+    of a large leaf without checksums of its own.
 
     Args:
       path: as `orbax_t5x.open_checkpoint` takes it.
@@ -70,38 +73,66 @@ def verify(
         shown_progress(progress, "verifying") as on_progress,
     ):
         leaves = [leaf for view in checkpoint.leaves.values() for leaf in view.leaves()]
-        found = division.results(
-            leaves,
-            [checkpoint.shared_path, *(leaf.name for leaf in leaves)],
-            _bytes_of,
-            lambda share: _verify_all(share, stats, on_progress),
+        parts = [_parts_of(leaf, division.size) for leaf in leaves]
+        found = iter(
+            division.results(
+                list(itertools.chain(*parts)),
+                [checkpoint.shared_path, *(leaf.name for leaf in leaves)],
+                _bytes_of,
+                lambda share: _verify_all(share, stats, on_progress),
+            )
         )
         verified = [
-            LeafVerification(leaf.name, tuple(leaf.shape), leaf.dtype.name, *result)
-            for leaf, result in zip(leaves, found, strict=True)
+            LeafVerification(
+                leaf.name, tuple(leaf.shape), leaf.dtype.name, *_joined(list(itertools.islice(found, count)))
+            )
+            for leaf, count in zip(leaves, map(len, parts), strict=True)
         ]
         nbytes, seconds = division.total(stats.bytes_read, time.monotonic() - started)
         return VerifyReport(checkpoint.path, checkpoint.format, tuple(verified), nbytes, seconds)
 
 
-def _verify_all(leaves: Sequence[Leaf], stats: ReadStats, on_progress: OnProgress | None) -> list[tuple[Status, str]]:
-    total = sum(_bytes_of(leaf) for leaf in leaves)
+class _Part(NamedTuple):
+    """A leaf, or boxes of it that one process reads."""
+
+    leaf: Leaf
+    boxes: tuple[Box, ...]
+
+
+def _parts_of(leaf: Leaf, count: int) -> list[_Part]:
+    """Cuts a leaf that has no checksums of its own; others are whole."""
+    if leaf.error is not None or leaf.checksums is not None or 0 in leaf.shape:
+        return [_Part(leaf, (full_box(leaf.shape),))]
+    rows = leaf.chunks[0] if leaf.chunks else 1
+    boxes = tuple(row_boxes(full_box(leaf.shape), leaf.dtype.itemsize, _BLOCK_BYTES, rows))
+    most = -(-len(boxes) // count)
+    return [_Part(leaf, boxes[at : at + most]) for at in range(0, len(boxes), most)]
+
+
+def _joined(found: Sequence[tuple[Status, str]]) -> tuple[Status, str]:
+    """Returns the first failure of a leaf's parts, or what holds for all."""
+    return next((one for one in found if one[0] in ("damaged", "unreadable")), found[0])
+
+
+def _verify_all(parts: Sequence[_Part], stats: ReadStats, on_progress: OnProgress | None) -> list[tuple[Status, str]]:
+    total = sum(map(_bytes_of, parts))
     done = 0
     found: list[tuple[Status, str]] = []
-    for leaf in leaves:
-        found.append(_verify(leaf, stats))
-        done += _bytes_of(leaf)
+    for part in parts:
+        found.append(_verify(part, stats))
+        done += _bytes_of(part)
         if on_progress is not None:
-            call_of_user(on_progress, done, total, leaf.name)
+            call_of_user(on_progress, done, total, part.leaf.name)
     return found
 
 
-def _bytes_of(leaf: Leaf) -> int:
-    return 0 if leaf.error is not None else leaf.bytes_of((full_box(leaf.shape),))
+def _bytes_of(part: _Part) -> int:
+    return 0 if part.leaf.error is not None else part.leaf.bytes_of(part.boxes)
 
 
-def _verify(leaf: Leaf, stats: ReadStats) -> tuple[Status, str]:
-    """Verifies a leaf; returns its status and the reason."""
+def _verify(part: _Part, stats: ReadStats) -> tuple[Status, str]:
+    """Verifies a part; returns its status and the reason."""
+    leaf = part.leaf
     try:
         leaf.raise_error()
         if 0 in leaf.shape:
@@ -109,7 +140,7 @@ def _verify(leaf: Leaf, stats: ReadStats) -> tuple[Status, str]:
         if leaf.checksums is not None:
             run_on_read_thread(_compare(leaf, stats))
             return "ok", HOLDS
-        run_on_read_thread(_read_all(leaf, stats))
+        run_on_read_thread(_read_all(part, stats))
     except CorruptCheckpointError as error:
         return "damaged", error.message
     except CheckpointError as error:
@@ -123,7 +154,6 @@ async def _compare(leaf: Leaf, stats: ReadStats) -> None:
     await leaf.verify_checksum(stats, ())
 
 
-async def _read_all(leaf: Leaf, stats: ReadStats) -> None:
-    rows = leaf.chunks[0] if leaf.chunks else 1
-    for box in row_boxes(full_box(leaf.shape), leaf.dtype.itemsize, _BLOCK_BYTES, rows):
-        await leaf.read_into([Request(box, empty_array(box_shape(box), leaf.dtype))], stats)
+async def _read_all(part: _Part, stats: ReadStats) -> None:
+    for box in part.boxes:
+        await part.leaf.read_into([Request(box, empty_array(box_shape(box), part.leaf.dtype))], stats)
