@@ -516,7 +516,12 @@ def rename_counts(
         directories = {found[0]: wanted_containers[0]} if len(found) == len(wanted_containers) == 1 else {}
     wanted = {_plain(name): name for name in target}
     have = {_plain(name) for name in state}
-    renames: dict[str, str] = {}
+    # Variables of one side only, as of NNX and Optax.
+    renames = {
+        name: new
+        for name in state
+        if (new := wanted.get(_plain(name), name)) != name and new not in state and _is_of_optimizer(name)
+    }
 
     def rename(name: str, new: str) -> None:
         if _plain(name) not in wanted and new in wanted and new not in have:
@@ -536,6 +541,11 @@ def rename_counts(
     if all(len(names) == 1 for names in steps):
         rename(steps[0][0], _plain(steps[1][0]))
     return renames
+
+
+def _is_of_optimizer(name: str) -> bool:
+    """Reports whether a name is of an optimizer's state, or a step's."""
+    return _container_of(name) is not None or _plain(name).rpartition("/")[2] == "step"
 
 
 def _plain(name: str) -> str:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.optim.moments import SlotNames, rename_counts
-from orbax_t5x.rules.alignment.alignment import Alignment, align, align_leaves
+from orbax_t5x.rules.alignment.alignment import Alignment, align, align_leaves, following
 from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
 from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
@@ -30,7 +30,7 @@ from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
-from orbax_t5x.transforms import Drop, FollowOptimizer, Rename, Transform
+from orbax_t5x.transforms import Drop, Rename, Transform
 from orbax_t5x.transforms.dequantize import scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics, Why
 from orbax_t5x.transforms.run import run_transforms
@@ -304,8 +304,8 @@ def _align_model(way: _Way) -> tuple[Alignment, Transforms, dict[str, Proof]]:
         }
         rename = Rename(((f"{roots[0]}(.*)", rf"{roots[1]}\1"),))
         slots = slots_between(_run(parts, source, target), target)
-        follows = not slots and SlotNames().slots(source)
-        parts = (*parts, *slots, FollowOptimizer(rename) if follows else rename)
+        follows = not slots and SlotNames.among(source).slots(source)
+        parts = (following((*parts, rename)),) if follows else (*parts, *slots, rename)
     return alignment, parts, why
 
 

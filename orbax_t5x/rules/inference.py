@@ -161,7 +161,7 @@ def _same_layout(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePa
     back: tuple[Transform, ...] = ()
     if change is not None:
         changed = change.applied(source)
-        parts, back = change.transforms(source), change.reversed().transforms(changed)
+        parts, back = change.transforms(source, target), change.reversed().transforms(changed, source)
         source = changed
     renames = rename_counts(source, target)
     if renames:

@@ -107,11 +107,13 @@ class PrefixChange:
         renames = self.renames(tree)
         return {renames.get(name, name): value for name, value in tree.items()}
 
-    def transforms(self, names: Iterable[str]) -> tuple[Transform, ...]:
-        """Returns the equivalent transforms for a tree of these names."""
+    def transforms(self, tree: FlatState, target: FlatState) -> tuple[Transform, ...]:
+        """Returns the equivalent transforms between two trees."""
         pattern = f"{re.escape(self.old)}(.*)" if self.old else f"({_OF_A_MODEL.pattern})"
         rename = Rename(((pattern, self.new.replace("\\", r"\\") + r"\1"),))
-        return (_follow_optimizer(rename),) if self.slots(names) else (rename,)
+        # Beside other roots than train states have, moments follow only to a target that has some.
+        follows = self.slots(tree) or all(SlotNames.among(side).slots(side) for side in (tree, target))
+        return (_follow_optimizer(rename),) if follows else (rename,)
 
 
 def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixChange | None:

@@ -89,3 +89,23 @@ def test_moments_follow_in_states_of_any_form(old, optimizer):
                 assert_right([ot.transforms.FollowOptimizer(rename)], source, target, {}, is_whole=True)
             if renaming != "two change places":
                 assert_right(find_rules(source, target).parts, source, target, target, is_whole=False)
+
+
+# Names that packs know: nothing but roots and endings differ.
+KNOWN = {
+    "token_embedder/embedding": (9, 4),
+    "decoder/layers_0/mlp/wo/kernel": (4, 4),
+    "decoder/decoder_norm/scale": (4,),
+}
+
+
+@pytest.mark.parametrize("old", FORMS)
+def test_auto_finds_every_leaf_of_a_known_model_in_states_of_other_forms(old):
+    params = {name: np.random.default_rng(at).normal(size=shape) for at, (name, shape) in enumerate(KNOWN.items())}
+    params = {name: value.astype(np.float32) for name, value in params.items()}
+    source = {**state(old, OPTIMIZERS["adam"], params), f"step{FORMS[old][3]}": np.int32(2)}
+    for new in FORMS:
+        target = {**state(new, OPTIMIZERS["adam"], params), f"step{FORMS[new][3]}": np.int32(2)}
+        found = find_rules(source, target)
+        assert found.why.keys() == target.keys()
+        assert_right(found.parts, source, target, target, is_whole=True)

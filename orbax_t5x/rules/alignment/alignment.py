@@ -15,7 +15,8 @@ from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.wording import leaves_text, listed
-from orbax_t5x.transforms import FollowOptimizer, Transform
+from orbax_t5x.transforms import Chain, FollowOptimizer, Transform
+from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
 
@@ -152,14 +153,26 @@ def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
     slots = SlotNames.among(source).slots(source)
     names = [name for name in source if name not in slots]
     transforms: Sequence[Transform] = moves_as_transforms(dict.fromkeys(moves.values()), names, list(target))
-    if slots:
-        transforms = [FollowOptimizer(one) for one in transforms]
+    if slots and transforms:
+        transforms = [following(transforms)]
     states = _states(transforms, source, target)
     wrong = [name for name, move in moves.items() if not _is_made(states[-1].get(name), move, target[name])]
     for name in wrong:
         moves.open[name] = moves.pop(name).sources
     evidence = [_evidence(*pair, moves) for pair in itertools.pairwise(states)]
     return Alignment(tuple(transforms), tuple(evidence), dict(moves.open), moves, source, target)
+
+
+def following(transforms: Sequence[Transform]) -> FollowOptimizer:
+    """Makes the optimizer follow transforms, in one step.
+
+    Only their last names are the target's.
+    """
+    inner: list[AnyTransform] = []
+    for one in transforms:
+        own = one.transform if isinstance(one, FollowOptimizer) else one
+        inner.extend(own.steps if isinstance(own, Chain) else (own,))
+    return FollowOptimizer(inner[0] if len(inner) == 1 else Chain(inner))
 
 
 def _open_occupied(moves: Moves, source: Leaves) -> None:
