@@ -15,7 +15,6 @@ from typing import Any
 from etils import epath
 
 from orbax_t5x.provenance import records
-from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.restoring.run_steps import SINGLE_ITEMS, StepItem, lacks_record, newest_lineage, step_item
 
 _logger = logging.getLogger(__name__)
@@ -133,4 +132,4 @@ def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> reco
         return recorded
     if lacks_record(directory):
         return (records.UNRECORDED,)
-    return (records.make_entry(os.fspath(directory), "orbax", ChainRecord()),)
+    return (records.make_entry(os.fspath(directory), "orbax", ()),)

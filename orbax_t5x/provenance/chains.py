@@ -9,109 +9,73 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from orbax_t5x.provenance.digests import digest_of_chain, digest_of_rule, qualified_name, rule_identities
 from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
-# A record is stored with every step: longer rules, and more of them, are cut. The digest counts all.
+# A record is stored with every step: longer rules are cut. The digest counts all of them.
 _RULE_CHARACTERS = 300
-_RECORDED_RULES = 500
 
 
 class RuleRecord(NamedTuple):
-    """Record of a transform.
+    """Record of a transform, as it is given or as a checkpoint has it.
 
     Attributes:
       texts: its rules.
-      identity: equal for equal rules; None where that cannot be told.
-      only_selects: it changes no leaf that it keeps.
+      digest: equal for equal rules; None if nothing tells.
       name: of a migration.
       inner: the rules of a migration.
+      identity: of a given transform, what `digest` is made of.
+      only_selects: it changes no leaf that it keeps.
       is_assumed: a state without a record has the migration.
     """
 
     texts: tuple[str, ...]
-    identity: str | None
-    only_selects: bool = False
+    digest: str | None
     name: str | None = None
     inner: tuple[RuleRecord, ...] = ()
+    identity: str | None = None
+    only_selects: bool = False
     is_assumed: bool = False
 
-    @property
-    def digest(self) -> str | None:
-        """The digest that a record holds."""
-        return None if self.identity is None else digest_of_rule(self.identity)
+
+Rules = tuple[RuleRecord, ...]
+"""Records of a chain of transforms, in order."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ChainRecord:
-    """Record of a chain of transforms, in order."""
+def record_rules(transforms: Sequence[Callable[..., Any]]) -> Rules:
+    """Makes the records of some transforms, in order."""
+    chain = tuple(transforms)
+    return tuple(map(_rule_record, chain, rule_identities(chain)))
 
-    steps: tuple[RuleRecord, ...] = ()
 
-    @classmethod
-    def of(cls, transforms: Sequence[Callable[..., Any]]) -> ChainRecord:
-        """Makes the record of some transforms, in order."""
-        chain = tuple(transforms)
-        return cls(tuple(map(_rule_record, chain, rule_identities(chain))))
+def digest_of_rules(rules: Rules) -> str | None:
+    """Returns the digest of a whole chain, or None.
 
-    @property
-    def rules(self) -> tuple[str, ...]:
-        """The texts of all rules."""
-        return tuple(text for step in self.steps for text in step.texts)
+    None: it is empty, or a transform has no digest.
+    """
+    return digest_of_chain([rule.identity for rule in rules])
 
-    @functools.cached_property
-    def digest(self) -> str | None:
-        """The digest of the whole chain, or None.
 
-        None: it is empty, or a transform has no digest.
-        """
-        return digest_of_chain([step.identity for step in self.steps])
-
-    @property
-    def only_selects(self) -> bool:
-        """True if no transform changes a kept leaf or name."""
-        return bool(self.steps) and all(step.only_selects for step in self.steps)
-
-    def __bool__(self) -> bool:
-        return bool(self.steps)
-
-    def part(self, first: int, last: int | None = None) -> ChainRecord:
-        """Returns the record of some of the transforms."""
-        return ChainRecord(self.steps[first:last])
-
-    def recorded_rules(self) -> list[str]:
-        """Returns the rules as a record holds them.
-
-        It holds the first 500, and the number of the rest.
-        """
-        more = len(self.rules) - _RECORDED_RULES
-        return [*self.rules[:_RECORDED_RULES], f"… and {more} more"] if more > 0 else list(self.rules)
-
-    def recorded_steps(self) -> list[dict[str, Any]] | None:
-        """Returns each transform's digest and number of texts.
-
-        None: texts are cut off.
-        """
-        if len(self.rules) > _RECORDED_RULES:
-            return None
-        return [
-            {"digest": step.digest, "rules": len(step.texts)}
-            | ({"name": step.name, "parts": [rule.digest for rule in step.inner]} if step.name else {})
-            for step in self.steps
-        ]
+def texts_of(rules: Iterable[RuleRecord]) -> list[str]:
+    """Lists the texts of all rules."""
+    return [text for rule in rules for text in rule.texts]
 
 
 def _rule_record(transform: Any, identity: str | None) -> RuleRecord:
-    only_selects = getattr(transform, "only_selects", False) is True
+    digest, only_selects = identity and digest_of_rule(identity), getattr(transform, "only_selects", False) is True
     name = getattr(transform, "migration_name", None)
     if name is None:
-        return RuleRecord(tuple(map(_cut_rule, _rules(transform))), identity, only_selects)
-    inner = ChainRecord.of(transform.steps).steps
-    text = f"{name}: {'; '.join(text for rule in inner for text in rule.texts) or 'nothing'}"
-    return RuleRecord((_cut_rule(text),), identity, only_selects, name, inner, transform.is_assumed)
+        try:
+            rules = _rules(transform)
+        except RecursionError:  # an argument contains itself
+            rules = [qualified_name(transform)]
+        return RuleRecord(tuple(map(_cut_rule, rules)), digest, None, (), identity, only_selects)
+    inner = record_rules(transform.steps)
+    text = _cut_rule(f"{name}: {'; '.join(texts_of(inner)) or 'nothing'}")
+    return RuleRecord((text,), digest, name, inner, identity, only_selects, transform.is_assumed)
 
 
 def _rules(transform: Any) -> list[str]:

@@ -20,11 +20,9 @@ A job that starts is in the first column, but for steps of another writer: they 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
-from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.history import HistoryComparison, RecordedRule, compare
+from orbax_t5x.provenance.chains import Rules, texts_of
+from orbax_t5x.provenance.history import HistoryComparison, compare, in_common, is_part
 from orbax_t5x.provenance.question import Decision, ResumeContext
 from orbax_t5x.provenance.records import UNRECORDED, Lineage, applied_rules
 from orbax_t5x.provenance.versions import decide_by_version
@@ -46,14 +44,14 @@ _NEW_OR_SAME_RUN = Fix.any_of(
 
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     """Decides if transforms are applied, by the source's lineage."""
-    if any(step.name for step in context.chain.steps):
+    if any(rule.name for rule in context.chain):
         return decide_by_version(record, context)
     lineage = record or ()
     if context.caller == "start" and record is None:
         # Another writer's: whether this run's transforms were applied to it is not known.
-        return Decision(True, (UNRECORDED if context.chain else context.entry(context.chain),))
+        return Decision(True, (UNRECORDED if context.chain else context.entry(()),))
     if not context.chain:
-        return Decision(context.is_resuming is True, (context.entry(context.chain),) if record is None else record)
+        return Decision(context.is_resuming is True, (context.entry(()),) if record is None else record)
     found = compare(lineage, context.chain)
     # The answer of a start is one about `init_from`: it counts where the record leaves a question.
     if context.is_resuming is None or context.caller == "start":
@@ -66,36 +64,41 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
 def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryComparison) -> Decision:
     """Decides by the table."""
     is_own = context.caller in ("own step", "start")
-    before = listed([text for rule in found.recorded for text in rule.texts], 1)
+    before = listed(texts_of(found.recorded), 1)
     if found.relation == "nothing recorded":
         return _decide_to_apply(lineage, context)
     if found.relation == "equal":
         note = "the record holds the same rules in another order" if found.is_reordered else ""
         return Decision(True, lineage, warning="" if is_own else _already_applied(lineage, before), note=note)
     if found.relation == "prefix":
-        entry = context.entry(context.chain.part(found.applied), continues=True)
-        note = f"{found.applied} of {len(context.chain.steps)} rules were applied before: {before}"
+        entry = context.entry(context.chain[found.applied :], continues=True)
+        note = f"{found.applied} of {len(context.chain)} rules were applied before: {before}"
         return Decision(False, (*lineage, entry), note=note, skipped=range(found.applied))
     if found.relation == "apart" and not is_own:
         return dataclasses.replace(_decide_to_apply(lineage, context), note=f"applied to this state before: {before}")
+    is_open = found.relation in ("unrecorded", "opaque")
     if found.relation == "unrecorded":
         what = "nothing records what was applied to this state before it was saved"
-        return _decide_unrecorded(lineage, context, what, _answers(found, context))
-    if found.relation == "opaque":
+        fix = _answers(found, context)
+    elif found.relation == "opaque":
         applied = listed(next(filter(None, map(applied_rules, reversed(lineage)))), 1)
-        whose = "those given" if context.chain.digest is None else f"those recorded ({applied})"
+        is_given = any(rule.digest is None for rule in context.chain)
+        whose = "those given" if is_given else f"those recorded ({applied})"
         what = (
             f"{applied} was applied to this state before, and whether that is what is given now cannot be "
             f"told: {whose} hold a lambda, a closure, a callable object or too much data, and so have no digest"
         )
-        return _decide_unrecorded(lineage, context, what, _ANSWERS)
-    if _changes_no_value(context):
+        fix = _ANSWERS
+    else:
+        rows = listed(_side_by_side(found.recorded, context.chain), _SHOWN_RULES, separator="; ")
+        what = f"the rules that were applied to this state are not those given: {rows}"
+        fix = _NEW_OR_SAME_RUN if found.relation == "apart" else _fix_of_difference(found.recorded, context)
+    # Of an unrecorded state some may have been applied since, by another conversion.
+    if is_open and context.caller == "convert" and not in_common(found.recorded, context.chain):
+        return dataclasses.replace(_decide_to_apply(lineage, context), warning=f"{what}; the transforms are applied")
+    if not context.has_fallback and context.is_resuming is None and all(rule.only_selects for rule in context.chain):
+        # They change no value, and are not recorded: the record is not about them.
         return Decision(False, lineage)
-    rows = _side_by_side(found.recorded, context.chain)
-    what = (
-        f"the rules that were applied to this state are not those given: {listed(rows, _SHOWN_RULES, separator='; ')}"
-    )
-    fix = _NEW_OR_SAME_RUN if found.relation == "apart" else _fix_of_difference(found.recorded, context)
     return Decision(False, lineage, problem=(what, fix))
 
 
@@ -104,7 +107,7 @@ def _decide_by_answer(lineage: Lineage, context: ResumeContext, found: HistoryCo
     is_known = found.relation == "equal"
     if context.is_resuming:
         # Without a digest the entry could not be found again.
-        is_remembered = is_known or context.chain.digest is None
+        is_remembered = is_known or any(rule.digest is None for rule in context.chain)
         return Decision(True, lineage if is_remembered else (*lineage, context.entry(context.chain, is_resuming=True)))
     if is_known and context.caller in ("own step", "start"):
         what = "transforms would be applied again that the run's own record says were applied already"
@@ -115,7 +118,7 @@ def _decide_by_answer(lineage: Lineage, context: ResumeContext, found: HistoryCo
 def _decide_to_apply(lineage: Lineage, context: ResumeContext) -> Decision:
     """Applies the transforms, and records them if they count."""
     entry = context.entry(context.chain, is_resuming=context.is_resuming)
-    without = None if context.is_resuming is not None else lineage or (context.entry(ChainRecord()),)
+    without = None if context.is_resuming is not None else lineage or (context.entry(()),)
     return Decision(False, (*lineage, entry), unmatched=without)
 
 
@@ -126,21 +129,6 @@ def _answers(found: HistoryComparison, context: ResumeContext) -> Fix:
     return Fix.any_of(
         _ANSWERS.ways[0], Fix.setting(words, transforms=context.transforms[found.applied :], is_resuming=False)
     )
-
-
-def _decide_unrecorded(lineage: Lineage, context: ResumeContext, what: str, fix: Fix) -> Decision:
-    """Decides a row that asks."""
-    if context.caller == "convert":
-        return dataclasses.replace(_decide_to_apply(lineage, context), warning=f"{what}; the transforms are applied")
-    if _changes_no_value(context):
-        # Not recorded: it does not concern the given transforms.
-        return Decision(False, lineage)
-    return Decision(False, lineage, problem=(what, fix))
-
-
-def _changes_no_value(context: ResumeContext) -> bool:
-    """Tests for transforms that are applied without an answer."""
-    return context.chain.only_selects and not context.has_fallback and context.is_resuming is None
 
 
 # -- texts
@@ -155,16 +143,16 @@ def _already_applied(lineage: Lineage, before: str) -> str:
     )
 
 
-def _side_by_side(recorded: Sequence[RecordedRule], chain: ChainRecord) -> list[str]:
+def _side_by_side(recorded: Rules, chain: Rules) -> list[str]:
     """Lists the rules of both lists, each with its state."""
     rows: list[str] = []
     left, newest = list(enumerate(recorded)), -1
-    for step in chain.steps:
-        text = "; ".join(step.texts)
-        same = [one for one in left if one[1].digest is not None and one[1].digest == step.digest][:1]
-        alike = same or [one for one in left if not set(one[1].texts).isdisjoint(step.texts)]
+    for given in chain:
+        text = "; ".join(given.texts)
+        same = [one for one in left if one[1].digest is not None and one[1].digest == given.digest][:1]
+        alike = same or [one for one in left if not set(one[1].texts).isdisjoint(given.texts)]
         left = [one for one in left if one not in alike]
-        old = "; ".join(text for _, rule in alike for text in rule.texts)
+        old = "; ".join(texts_of(rule for _, rule in alike))
         if same:
             rows.append(f"applied: {text}{' (moved)' if same[0][0] < newest else ''}")
             newest = max(newest, same[0][0])
@@ -177,18 +165,12 @@ def _side_by_side(recorded: Sequence[RecordedRule], chain: ChainRecord) -> list[
     return [*rows, *(f"missing in those given: {'; '.join(rule.texts)}" for _, rule in left)]
 
 
-def _is_part(rules: Sequence[Any], of: Sequence[Any]) -> bool:
-    """Tests whether rules stand in a longer list in their order."""
-    others = iter(of)
-    return None not in rules and all(rule in others for rule in rules)
-
-
-def _fix_of_difference(recorded: Sequence[RecordedRule], context: ResumeContext) -> Fix:
+def _fix_of_difference(recorded: Rules, context: ResumeContext) -> Fix:
     """Returns the fix for inserted, removed, changed or moved rules."""
-    old, new = [rule.digest for rule in recorded], [step.digest for step in context.chain.steps]
-    if _is_part(new, old):
+    old, new = [rule.digest for rule in recorded], [rule.digest for rule in context.chain]
+    if is_part(new, old):
         return Fix.setting("pass {} (the state has them and more: the run goes on)", is_resuming=True)
-    if _is_part(old, new) and context.transforms:
+    if is_part(old, new) and context.transforms:
         inserted = list(context.transforms)
         for digest in reversed(old):
             # The last that fits: the rules of the record are in the list's order.

@@ -37,14 +37,6 @@ class NoDigestError(Exception):
     """Error for a value without a digest."""
 
 
-def chain_digest(chain: Sequence[Any]) -> str | None:
-    """Computes the digest of a chain, `sha256:…`, or None.
-
-    None: it is empty or a transform of it has no digest.
-    """
-    return digest_of_chain(rule_identities(chain))
-
-
 def rule_identities(chain: Sequence[Any]) -> list[str | None]:
     """Returns a text per transform, equal for equal rules.
 

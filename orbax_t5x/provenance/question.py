@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.chains import Rules
 from orbax_t5x.provenance.records import Entry, Lineage, make_entry
 from orbax_t5x.text.fix import Fix
 
@@ -34,7 +34,7 @@ class ResumeContext:
       leads_to_target: None without a target.
     """
 
-    chain: ChainRecord
+    chain: Rules
     caller: CallerKind
     is_resuming: bool | None
     has_fallback: bool
@@ -43,7 +43,7 @@ class ResumeContext:
     transforms: tuple[Callable[..., Any], ...] = ()
     leads_to_target: LeadsToTarget | None = None
 
-    def entry(self, chain: ChainRecord, *, is_resuming: bool | None = None, continues: bool = False) -> Entry:
+    def entry(self, chain: Rules, *, is_resuming: bool | None = None, continues: bool = False) -> Entry:
         """Makes the entry of this restore for some of its transforms."""
         answer = is_resuming if chain else None
         return make_entry(self.source, self.format, chain, is_resuming=answer, continues=continues)

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.chains import Rules, digest_of_rules, texts_of
 from orbax_t5x.trees.narrow import is_mapping, is_sequence
 
 KEY = "orbax_t5x"
@@ -46,11 +46,14 @@ Records = dict[str, Lineage | None]
 UNRECORDED: Entry = {"unrecorded": True}
 """The entry of a save that knew nothing of what had been applied."""
 
+# Each step has a record: more rules are cut, and compared only as a whole.
+_RECORDED_RULES = 500
+
 
 def make_entry(
     source: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
     format: str | Mapping[str, str],
-    chain: ChainRecord,
+    chain: Rules,
     *,
     is_resuming: bool | None = None,
     continues: bool = False,
@@ -60,15 +63,25 @@ def make_entry(
     entry: dict[str, Any] = {
         "source": {name: os.fspath(path) for name, path in source.items()} if several else os.fspath(source),
         "format": dict(format) if isinstance(format, Mapping) else format,
-        "transforms": chain.recorded_rules() or None,
-        "digest": chain.digest,
+        "transforms": recorded_texts(chain) or None,
+        "digest": digest_of_rules(chain),
     }
-    steps = chain.recorded_steps()
-    if steps:
-        entry["steps"] = steps
+    if chain and len(texts_of(chain)) <= _RECORDED_RULES:
+        entry["steps"] = [
+            {"digest": rule.digest, "rules": len(rule.texts)}
+            | ({"name": rule.name, "parts": [one.digest for one in rule.inner]} if rule.name else {})
+            for rule in chain
+        ]
     if continues:
         entry["continues"] = True
     return entry if is_resuming is None else {**entry, "is_resuming": is_resuming}
+
+
+def recorded_texts(chain: Rules) -> list[str]:
+    """Returns the first 500 texts of a chain, and the number of the rest."""
+    texts = texts_of(chain)
+    more = len(texts) - _RECORDED_RULES
+    return [*texts[:_RECORDED_RULES], f"… and {more} more"] if more > 0 else texts
 
 
 def extended_lineage(known: Lineage | None, given: Lineage | None) -> Lineage:

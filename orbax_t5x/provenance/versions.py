@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orbax_t5x.provenance.chains import ChainRecord, RuleRecord
-from orbax_t5x.provenance.history import RecordedRule, Segment, in_common
+from orbax_t5x.provenance.chains import RuleRecord, Rules, texts_of
+from orbax_t5x.provenance.history import in_common, recorded_rules
 from orbax_t5x.provenance.question import Decision, ResumeContext
 from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded
 from orbax_t5x.text.fix import Fix
@@ -22,25 +22,25 @@ def decide_by_version(record: Lineage | None, context: ResumeContext) -> Decisio
         decision = _by_record(lineage, context, is_first=record == ())
         if answer is None or decision.problem is None:
             return decision
-    steps = context.chain.steps
-    return _made(lineage, context, len(steps) - _first(context) if answer else 0, has_plain=answer, is_answer=answer)
+    count = len(context.chain) - _first(context) if answer else 0
+    return _made(lineage, context, count, has_plain=answer is True, is_answer=answer is True)
 
 
 def _first(context: ResumeContext) -> int:
     """Returns the position of the first migration."""
-    return next(index for index, step in enumerate(context.chain.steps) if step.name)
+    return next(index for index, rule in enumerate(context.chain) if rule.name)
 
 
 def _by_record(lineage: Lineage, context: ResumeContext, *, is_first: bool) -> Decision:
     """Decides by the record; with `is_first` it says that nothing was applied."""
     first = _first(context)
-    before, given = context.chain.steps[:first], context.chain.steps[first:]
-    plain, recorded = _recorded(lineage)
-    digests = [step.digest for step in before]
+    before, given = context.chain[:first], context.chain[first:]
+    plain, recorded = _recorded(lineage, context.chain)
+    digests = [rule.digest for rule in before]
     has_plain = bool(first) and None not in digests and [rule.digest for rule in plain] == digests
     if first and plain and not has_plain:
         what = (
-            f"{listed(_texts(plain), 1)} was applied to this state before, and {listed(_texts(before), 1)}, given "
+            f"{listed(texts_of(plain), 1)} was applied to this state before, and {listed(texts_of(before), 1)}, given "
             f"before the migrations, {'has no digest' if None in digests else 'is not that'}"
         )
         return _problem(lineage, what, _answers())
@@ -54,8 +54,7 @@ def _by_record(lineage: Lineage, context: ResumeContext, *, is_first: bool) -> D
     assumed = sum(one.is_assumed for one in given)
     if assumed:
         return _made(lineage, context, assumed, has_plain=has_plain)
-    inner = ChainRecord(tuple(rule for one in given for rule in one.inner))
-    if not has_plain and plain and in_common(plain, inner):
+    if not has_plain and in_common(plain, given):
         return _problem(lineage, *_plain_question(plain, given))
     return _by_leaves(lineage, context, has_plain=has_plain, is_first=is_first)
 
@@ -63,7 +62,7 @@ def _by_record(lineage: Lineage, context: ResumeContext, *, is_first: bool) -> D
 def _by_leaves(lineage: Lineage, context: ResumeContext, *, has_plain: bool, is_first: bool) -> Decision:
     """Takes the only version whose remaining migrations lead to the target."""
     first, fits = _first(context), context.leads_to_target
-    names = [one.name or "" for one in context.chain.steps[first:]]
+    names = [rule.name or "" for rule in context.chain[first:]]
     fitting, why = list(range(len(names) + 1)), "there is no target to tell its version by"
     if fits is not None:
         versions = [_skipped(first, count, has_plain) for count in fitting]
@@ -102,16 +101,16 @@ def _answers() -> Fix:
     )
 
 
-def _plain_question(plain: Sequence[RecordedRule], given: Sequence[RuleRecord]) -> tuple[str, Fix]:
+def _plain_question(plain: Sequence[RuleRecord], given: Rules) -> tuple[str, Fix]:
     digests = [rule.digest for rule in plain]
     lengths = [sum(len(one.inner) for one in given[: index + 1]) for index in range(len(given))]
     inner = [rule.digest for one in given for rule in one.inner]
     names = [one.name or "" for one, length in zip(given, lengths, strict=True) if digests == inner[:length]]
-    what = f"rules without a name were applied to this state that migrations hold, too: {listed(_texts(plain), 3)}"
+    what = f"rules without a name were applied to this state that migrations hold, too: {listed(texts_of(plain), 3)}"
     return what, _since(names, False) if names else _answers()
 
 
-def _difference(recorded: Sequence[RecordedRule], given: Sequence[RuleRecord]) -> tuple[str, Fix]:
+def _difference(recorded: Sequence[RuleRecord], given: Rules) -> tuple[str, Fix]:
     """Describes recorded migrations that do not begin the list."""
     known, names = {rule.name: rule for rule in recorded}, [one.name for one in given]
     order = [name for name in known if name in names]
@@ -134,15 +133,15 @@ def _difference(recorded: Sequence[RecordedRule], given: Sequence[RuleRecord]) -
     )
 
 
-def _recorded(lineage: Lineage) -> tuple[list[RecordedRule], list[RecordedRule]]:
+def _recorded(lineage: Lineage, chain: Rules) -> tuple[list[RuleRecord], list[RuleRecord]]:
     """Returns the plain rules and the migrations of a record."""
-    plain: list[RecordedRule] = []
-    named: dict[str, RecordedRule] = {}
+    plain: list[RuleRecord] = []
+    named: dict[str, RuleRecord] = {}
     for entry in lineage:
         # An answer is about all that the state has.
         if is_unrecorded(entry) or (applied_rules(entry) and entry.get("is_resuming")):
             plain, named = [], {}
-        rules = Segment.of(entry).rules
+        rules = recorded_rules(entry, chain)
         plain += [rule for rule in rules if rule.name is None]
         named.update((rule.name, rule) for rule in rules if rule.name is not None)
     return plain, list(named.values())
@@ -153,14 +152,13 @@ def _made(
 ) -> Decision:
     """Decides for a state with the first migrations."""
     skipped = _skipped(_first(context), count, has_plain)
-    steps = enumerate(context.chain.steps)
-    has = ChainRecord(tuple(context.chain.steps[index] for index in skipped))
-    rest = ChainRecord(tuple(step for index, step in steps if index not in skipped))
-    if has and (is_answer or len(_recorded(lineage)[1]) < count):
+    has = tuple(context.chain[index] for index in skipped)
+    rest = tuple(rule for index, rule in enumerate(context.chain) if index not in skipped)
+    if has and (is_answer or len(_recorded(lineage, context.chain)[1]) < count):
         lineage = (*lineage, context.entry(has, is_resuming=True))
     if rest:
         lineage = (*lineage, context.entry(rest, continues=bool(lineage)))
-    names = tuple(step.name for step in has.steps if step.name)
+    names = tuple(rule.name for rule in has if rule.name)
     return Decision(not rest, lineage, skipped=skipped, migrations=names)
 
 
@@ -170,7 +168,3 @@ def _skipped(first: int, count: int, has_plain: bool) -> tuple[int, ...]:
 
 def _problem(lineage: Lineage, what: str, fix: Fix) -> Decision:
     return Decision(False, lineage, problem=(what, fix))
-
-
-def _texts(rules: Sequence[RecordedRule | RuleRecord]) -> list[str]:
-    return [text for rule in rules for text in rule.texts]

@@ -16,7 +16,7 @@ import jax
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
-from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.chains import record_rules
 from orbax_t5x.provenance.decision import decide
 from orbax_t5x.provenance.question import CallerKind, Decision, LeadsToTarget, ResumeContext, combine_decisions
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
@@ -151,7 +151,7 @@ class SourceHistory:
         checkpoints = self.sources.checkpoints
         single = checkpoints.get("")
         context = ResumeContext(
-            chain=ChainRecord.of(transforms),
+            chain=record_rules(transforms),
             caller=kind,
             is_resuming=None if options.is_resuming is None else bool(options.is_resuming),
             has_fallback=options.fallback is not None,

@@ -7,7 +7,7 @@ import numpy as np
 
 import orbax_t5x as ot
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.chains import record_rules, texts_of
 
 T = ot.transforms
 
@@ -17,16 +17,16 @@ def with_rules(state, target, rules, *, is_resuming=False):
 
 
 def entry(*transforms, source="/data/model.ckpt-5", format="tf_bundle", **answer):
-    return provenance.make_entry(source, format, ChainRecord.of(transforms), **answer)
+    return provenance.make_entry(source, format, record_rules(transforms), **answer)
 
 
 def test_shapes_and_axes_are_no_lists_of_rules():
     tr = ot.transforms
     chain = [tr.Reshape("a", (2, 3)), tr.Pad("a", (3, None), tr.FALLBACK), tr.Slice("a", np.s_[:3, :2])]
     texts = ("Reshape('a', (2, 3))", "Pad('a', (3, None), value=FALLBACK)", "Slice('a', [:3, :2])")
-    assert ChainRecord.of(chain).rules == texts
+    assert texts_of(record_rules(chain)) == list(texts)
     follow = [tr.FollowOptimizer(one) for one in chain]
-    assert ChainRecord.of(follow).rules == tuple(f"FollowOptimizer({text})" for text in texts)
+    assert texts_of(record_rules(follow)) == [f"FollowOptimizer({text})" for text in texts]
 
 
 def test_rules_are_recorded_one_by_one():

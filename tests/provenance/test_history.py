@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.chains import record_rules
 from orbax_t5x.provenance.decision import decide
 from orbax_t5x.provenance.history import compare
 from orbax_t5x.provenance.question import ResumeContext
@@ -21,12 +21,12 @@ CALLERS = ("own step", "start", "restore", "convert")
 
 
 def chain_of(names):
-    return ChainRecord.of([RULES[name] for name in names])
+    return record_rules([RULES[name] for name in names])
 
 
 def context(names, caller, answer=None):
     transforms = tuple(RULES[name] for name in names)
-    return ResumeContext(ChainRecord.of(transforms), caller, answer, False, "/here", "orbax", transforms)
+    return ResumeContext(record_rules(transforms), caller, answer, False, "/here", "orbax", transforms)
 
 
 def entry(names, **keywords):
@@ -157,8 +157,8 @@ def test_moved_and_changed_rules_are_marked():
     assert "applied: Rename: ('a', 'a1')" not in message and "(moved)" in message
     assert "is_resuming=False" in str(fix) and "is_resuming=True" in str(fix)
     pairs = [T.Rename([("a", "b"), ("b", second)]) for second in "ac"]
-    lineage = (make_entry("/here", "orbax", ChainRecord.of(pairs[:1])),)
-    given = dataclasses.replace(context("a", "restore"), chain=ChainRecord.of(pairs[1:]))
+    lineage = (make_entry("/here", "orbax", record_rules(pairs[:1])),)
+    given = dataclasses.replace(context("a", "restore"), chain=record_rules(pairs[1:]))
     message, _ = decide(lineage, given).problem
     assert "changed: Rename" in message and "('b', 'a')" in message and "('b', 'c')" in message
 
@@ -175,7 +175,7 @@ def test_an_answer_at_a_start_counts_where_the_record_leaves_a_question():
     assert decide((UNRECORDED,), context("a", "start", answer=True)).is_resuming
     assert decide((UNRECORDED,), context("a", "start")).problem is not None
     # Those that only select need no answer; one that is given is recorded.
-    selects = dataclasses.replace(context("a", "start"), chain=ChainRecord.of([T.Drop(["b"])]))
+    selects = dataclasses.replace(context("a", "start"), chain=record_rules([T.Drop(["b"])]))
     assert decide((UNRECORDED,), selects).lineage == (UNRECORDED,)
     assert decide((UNRECORDED,), dataclasses.replace(selects, is_resuming=False)).lineage[1]["is_resuming"] is False
 
@@ -187,6 +187,14 @@ def test_rules_of_an_unrecorded_state_are_no_prefix():
     for answer in (True, False):
         answered = (UNRECORDED, entry("a", is_resuming=answer))
         assert compare(answered, chain_of("ab")).relation == "prefix"
+    # A conversion goes on with a warning only if none of its rules was applied since.
+    since = (UNRECORDED, entry("ab"))
+    assert [decide(since, context(names, "convert")).problem is None for names in ("abc", "b", "c", "ab")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     # Of a conversion, which applied them with a warning: the question offers the rest, and never all again.
     _, fix = decide(lineage, context("abc", "restore")).problem
     rest = fix.ways[1].arguments
@@ -196,8 +204,8 @@ def test_rules_of_an_unrecorded_state_are_no_prefix():
 
 
 def test_a_long_chain_is_compared_by_the_digest_of_the_whole():
-    many = ChainRecord.of([T.Rename([(f"a{index}", f"b{index}")]) for index in range(501)])
+    many = record_rules([T.Rename([(f"a{index}", f"b{index}")]) for index in range(501)])
     lineage = (make_entry("/here", "orbax", many),)
     assert "steps" not in lineage[0] and compare(lineage, many).relation == "equal"
-    longer = ChainRecord((*many.steps, *chain_of("a").steps))
+    longer = (*many, *chain_of("a"))
     assert compare(lineage, longer)[:2] == ("prefix", 501)

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import orbax_t5x as ot
 from orbax_t5x.provenance import records
-from orbax_t5x.provenance.chains import ChainRecord
+from tests.support.recorded_chains import chain_digest
 
 NAMES = ("x", "y", "z")
 TARGET = {name: np.zeros(2, np.float32) for name in NAMES}
@@ -42,7 +42,7 @@ RULES = {
     name: ot.transforms.Rename([(old, new) for new, old in move.items() if old != new]) for name, move in MOVES.items()
 }
 ITEMS = ("model", "ema")
-DIGESTS = {name: ChainRecord.of([transform]).digest for name, transform in RULES.items()}
+DIGESTS = {name: chain_digest([transform]) for name, transform in RULES.items()}
 chains = st.sampled_from(sorted(MOVES))
 telling = st.sampled_from(["plan", "nothing applied", "not told"])
 items = st.sampled_from(ITEMS)
@@ -345,6 +345,7 @@ import sys
 import numpy as np
 import orbax.checkpoint as ocp
 import orbax_t5x as ot
+from tests.support.recorded_chains import chain_digest
 
 root, step = sys.argv[1], int(sys.argv[2])
 swap = ot.transforms.Rename([("x", "y"), ("y", "x")])

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import orbax.checkpoint as ocp
 import orbax_t5x as ot
-from orbax_t5x.provenance.digests import chain_digest
+from orbax_t5x.provenance.chains import digest_of_rules, record_rules
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
@@ -42,7 +42,7 @@ with ocp.CheckpointManager(sys.argv[1], item_handlers=ot.TrainStateHandler()) as
     manager.wait_until_finished()
     attempt(1, target, swap)
 # No process holds all of it.
-assert chain_digest([ot.transforms.Merge(state)]) is None
+assert digest_of_rules(record_rules([ot.transforms.Merge(state)])) is None
 tell(told)
 """
 

@@ -3,11 +3,11 @@
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.chains import record_rules
 from orbax_t5x.provenance.question import Decision, ResumeContext, combine_decisions
 
 SWAP = ot.transforms.Rename([("x", "y"), ("y", "x")])
-CONTEXT = ResumeContext(ChainRecord.of([SWAP]), "restore", None, False, "/here", "orbax")
+CONTEXT = ResumeContext(record_rules([SWAP]), "restore", None, False, "/here", "orbax")
 ENTRY = CONTEXT.entry(CONTEXT.chain)
 APPLIED, TO_APPLY = Decision(True, (ENTRY,)), Decision(False, (ENTRY,), unmatched=())
 

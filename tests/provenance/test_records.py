@@ -7,7 +7,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.chains import record_rules
 from tests.support.recorded_chains import Renaming
 
 T = ot.transforms
@@ -18,7 +18,7 @@ def plain_function(state, target):
 
 
 def entry(*transforms, source="/data/model.ckpt-5", format="tf_bundle", **answer):
-    return provenance.make_entry(source, format, ChainRecord.of(transforms), **answer)
+    return provenance.make_entry(source, format, record_rules(transforms), **answer)
 
 
 def test_a_lineage_survives_json_and_comes_back_from_metadata():

@@ -117,10 +117,10 @@ def test_rules_before_migrations_that_cannot_be_compared_are_asked_about(tmp_pat
 
 def test_named_sources_have_each_the_version_of_their_own(tmp_path):
     """By its record, by its leaves, by `since`; a start that goes on has all of them."""
-    stock = ocp.StandardCheckpointer()
-    stock.save(tmp_path / "stock", STATES[0])
-    stock.save(tmp_path / "told", STATES[2])
-    stock.close()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "stock", STATES[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "told", STATES[2])
     sources = {
         "run": ot.Source(of_version(tmp_path, 1), list_of(3)),
         "stock": ot.Source(tmp_path / "stock", list_of(3)),

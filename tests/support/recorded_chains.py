@@ -1,4 +1,10 @@
-"""Transforms that describe themselves."""
+"""Transforms that describe themselves, and the digest of a chain in its record."""
+
+from orbax_t5x.provenance.chains import digest_of_rules, record_rules
+
+
+def chain_digest(transforms):
+    return digest_of_rules(record_rules(transforms))
 
 
 class Renaming:

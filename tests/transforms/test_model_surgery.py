@@ -7,10 +7,10 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.provenance.digests import chain_digest
 from orbax_t5x.transforms.model_surgery import adopt_orbax
 from orbax_t5x.trees.flat import flatten
 from tests.support.memory_checkpoint import checkpoint
+from tests.support.recorded_chains import chain_digest
 
 with warnings.catch_warnings():  # Orbax's modules ask jax.jit for a backend when they are imported
     warnings.simplefilter("ignore", DeprecationWarning)

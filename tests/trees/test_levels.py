@@ -11,9 +11,10 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
-from orbax_t5x.provenance.digests import chain_digest
+from orbax_t5x.provenance.chains import record_rules, texts_of
 from orbax_t5x.trees.flat import EndlessTreeError, flatten
 from orbax_t5x.trees.levels import require_levels
+from tests.support.recorded_chains import chain_digest
 
 VALUE = np.zeros(8, np.float32)
 
@@ -145,7 +146,9 @@ def test_rules_and_shardings_say_so_too(path):
 
 def test_arguments_of_a_function_that_contain_themselves_have_no_digest():
 
-    assert chain_digest([partial(flatten, in_a_list())]) is None
+    function = partial(flatten, in_a_list())
+    assert chain_digest([function]) is None
+    assert texts_of(record_rules([function])) == ["orbax_t5x.trees.flat.flatten"]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from orbax_t5x.handlers.v1.orbax_v1_names import context_of, manager_of
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
-from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.chains import record_rules
 from orbax_t5x.provenance.question import CallerKind, Decision
 from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded, make_entry
 from orbax_t5x.readers import Limits
@@ -350,7 +350,7 @@ class _JobStart:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
         state = plan.run(self._options)
-        has = ChainRecord.of(chain)
+        has = record_rules(chain)
         # Without a list nothing says which migrations of a later list the model has.
         self._begin((make_entry(self._root, "orbax", has, is_resuming=True if has else None),))
         return TrainingStart(state, _FIRST_STEP, "scratch")

@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.provenance.chains import ChainRecord
 from tests.support.saving import custom_metadata, files, run, save, stock
 
 
@@ -237,7 +236,7 @@ def test_skipped_leaves_are_left_out_and_recorded(tmp_path):
 
 
 def test_provenance_and_custom_metadata_are_stored_side_by_side(tmp_path):
-    record = provenance.make_entry("/data/model.ckpt-5", "tf_bundle", ChainRecord())
+    record = provenance.make_entry("/data/model.ckpt-5", "tf_bundle", ())
     save(tmp_path / "c", {"a": np.ones(2)}, provenance=[record], custom_metadata={"mine": [1, 2]})
     metadata = custom_metadata(tmp_path / "c")
     assert metadata["mine"] == [1, 2]

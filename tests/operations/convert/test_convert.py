@@ -24,9 +24,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.provenance.digests import chain_digest
 from tests.support.conversions import BUNDLES, GOLDENS, assert_equals, flat, names_in, record_of
 from tests.support.memory_checkpoint import FailingLeaf, checkpoint
+from tests.support.recorded_chains import chain_digest
 from tests.support.saving import stock
 
 MIB = 1 << 20
