@@ -19,7 +19,7 @@ def decide_by_version(record: Lineage | None, context: ResumeContext) -> Decisio
     lineage, answer = record or (), context.is_resuming
     # The answer of a start counts where the record leaves a question.
     if answer is None or context.caller == "start":
-        decision = _by_record(lineage, context, is_first=record == ())
+        decision = _by_record(record, context)
         if answer is None or decision.problem is None:
             return decision
     count = len(context.chain) - _first(context) if answer else 0
@@ -31,9 +31,8 @@ def _first(context: ResumeContext) -> int:
     return next(index for index, rule in enumerate(context.chain) if rule.name)
 
 
-def _by_record(lineage: Lineage, context: ResumeContext, *, is_first: bool) -> Decision:
-    """Decides by the record; with `is_first` it says that nothing was applied."""
-    first = _first(context)
+def _by_record(record: Lineage | None, context: ResumeContext) -> Decision:
+    lineage, first = record or (), _first(context)
     before, given = context.chain[:first], context.chain[first:]
     plain, recorded = _recorded(lineage, context.chain)
     digests = [rule.digest for rule in before]
@@ -56,11 +55,15 @@ def _by_record(lineage: Lineage, context: ResumeContext, *, is_first: bool) -> D
         return _made(lineage, context, assumed, has_plain=has_plain)
     if not has_plain and in_common(plain, given):
         return _problem(lineage, *_plain_question(plain, given))
-    return _by_leaves(lineage, context, has_plain=has_plain, is_first=is_first)
+    return _by_leaves(record, context, has_plain=has_plain)
 
 
-def _by_leaves(lineage: Lineage, context: ResumeContext, *, has_plain: bool, is_first: bool) -> Decision:
-    """Takes the only version whose remaining migrations lead to the target."""
+def _by_leaves(record: Lineage | None, context: ResumeContext, *, has_plain: bool) -> Decision:
+    """Takes the only version whose remaining migrations lead to the target.
+
+    The oldest, if it does and the record has all that is given before the migrations, or says that nothing was applied.
+    """
+    lineage, is_oldest = record or (), record == () or (has_plain and not any(map(is_unrecorded, record or ())))
     first, fits = _first(context), context.leads_to_target
     names = [rule.name or "" for rule in context.chain[first:]]
     fitting, why = list(range(len(names) + 1)), "there is no target to tell its version by"
@@ -69,7 +72,7 @@ def _by_leaves(lineage: Lineage, context: ResumeContext, *, has_plain: bool, is_
         found = [[count for count in fitting if fits(versions[count], is_exact)] for is_exact in (True, False)]
         fitting = found[0] or found[1]
         why = f"{len(fitting)} versions lead to the target by names and shapes"
-    if is_first and 0 in fitting:
+    if is_oldest and 0 in fitting:
         fitting = [0]
     if len(fitting) == 1:
         return _made(lineage, context, fitting[0], has_plain=has_plain)

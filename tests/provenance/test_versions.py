@@ -105,6 +105,17 @@ def test_a_record_that_nothing_was_applied_is_of_the_oldest_version(tmp_path):
     assert "2 versions lead to the target" in problem_of(later, TARGET, list_of(3)).message
 
 
+def test_a_record_of_what_is_given_before_the_migrations_has_none_of_them(tmp_path):
+    """The run began with it, and the migrations are what has grown at the list's end."""
+    first = T.Rename([("first", "b")])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "stock", {"first": A, "c": B})
+    plan = ot.plan_restore(tmp_path / "stock", STATES[1], [first])
+    run = saved(tmp_path / "run", 1, provenance=plan.provenance)
+    again = ot.restore(run, STATES[2], [first, *ot.Migrations(ITEMS[1:2]).steps])
+    np.testing.assert_array_equal(again["b"], B)
+
+
 def test_rules_before_migrations_that_cannot_be_compared_are_asked_about(tmp_path):
     """Two lambdas: neither is taken for the other."""
     given = [lambda state, target: {"c": state["c"], "a": state["a"]}, *list_of(1).steps]
