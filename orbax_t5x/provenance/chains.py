@@ -20,7 +20,7 @@ _RULE_CHARACTERS = 300
 
 
 class RuleRecord(NamedTuple):
-    """Record of a transform, as it is given or as a checkpoint has it.
+    """Record of a transform, given or read from a checkpoint.
 
     Attributes:
       texts: its rules.

@@ -41,7 +41,10 @@ class _RecordReading(NamedTuple):
         return self._replace(parts=parts)
 
     def begins(self, chain: Rules) -> bool:
-        """Tests if a list begins with the rules; inserted rules may stand anywhere among them."""
+        """Tests if a list begins with the rules.
+
+        Inserted rules may stand anywhere among them.
+        """
         digests, head = _digests(self.rules()), _digests(chain[: len(self.rules())])
         if None in digests or collections.Counter(digests) != collections.Counter(head):
             return False

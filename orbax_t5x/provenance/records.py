@@ -78,7 +78,7 @@ def make_entry(
 
 
 def recorded_texts(chain: Rules) -> list[str]:
-    """Returns the first 500 texts of a chain, and the number of the rest."""
+    """Returns a chain's first 500 texts, and the number of more."""
     texts = texts_of(chain)
     more = len(texts) - _RECORDED_RULES
     return [*texts[:_RECORDED_RULES], f"… and {more} more"] if more > 0 else texts
