@@ -100,7 +100,7 @@ class _Part(NamedTuple):
 
 
 def _parts_of(leaf: Leaf, count: int) -> list[_Part]:
-    """Cuts a leaf that has no checksums of its own; others are whole."""
+    """Cuts a leaf without checksums of its own."""
     if leaf.error is not None or leaf.checksums is not None or 0 in leaf.shape:
         return [_Part(leaf, (full_box(leaf.shape),))]
     rows = leaf.chunks[0] if leaf.chunks else 1
@@ -110,7 +110,7 @@ def _parts_of(leaf: Leaf, count: int) -> list[_Part]:
 
 
 def _joined(found: Sequence[tuple[Status, str]]) -> tuple[Status, str]:
-    """Returns the first failure of a leaf's parts, or what holds for all."""
+    """Joins the results of a leaf's parts."""
     return next((one for one in found if one[0] in ("damaged", "unreadable")), found[0])
 
 
