@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
-from orbax_t5x.optim.moments import SLOT_MAP
+from orbax_t5x.optim.containers import SLOT_MAP
 
 TOWER_MAP: dict[str, str] = {"transformer": "decoder"}
 """The towers that T5X calls otherwise."""

@@ -14,9 +14,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from orbax_t5x.errors import Fix, Problem
+from orbax_t5x.optim.containers import STANDARD_ROOTS
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape, dims_by_size, possible_dims
-from orbax_t5x.optim.moments import GLUED, STANDARD_ROOTS, SlotNames
+from orbax_t5x.optim.moments import GLUED, SlotNames
 
 _SLOTS = ("v_row", "v_col", "v")
 _PLACEHOLDER: Shape = (1,)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.optim.moments import SlotNames, rename_counts
+from orbax_t5x.optim.containers import rename_counts
+from orbax_t5x.optim.moments import SlotNames
 from orbax_t5x.rules.alignment.alignment import Alignment, align, align_leaves, following
 from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
 from orbax_t5x.rules.alignment.given import GivenError

@@ -17,8 +17,8 @@ import numpy as np
 
 from orbax_t5x import on_demand
 from orbax_t5x.lazy import View, as_view, broadcast_to
+from orbax_t5x.optim.containers import is_in_optimizer, rename_counts
 from orbax_t5x.optim.factored_state import is_step, optax_to_t5x, t5x_to_optax
-from orbax_t5x.optim.moments import is_in_optimizer, rename_counts
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x, shortest_path
 from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of, leaves_of
 from orbax_t5x.rules.pack import RulePack, join_packs

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.optim.moments import is_in_optimizer
+from orbax_t5x.optim.containers import is_in_optimizer
 from orbax_t5x.rules.graph import pack_to_t5x, shortest_path
 from orbax_t5x.rules.inference import (
     find_pack,

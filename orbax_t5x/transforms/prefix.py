@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orbax_t5x import on_demand
-from orbax_t5x.optim.moments import SlotNames, SlotTree, is_in_optimizer, rename_counts
+from orbax_t5x.optim.containers import is_in_optimizer, rename_counts
+from orbax_t5x.optim.moments import SlotNames, SlotTree
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Rename

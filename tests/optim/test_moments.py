@@ -14,7 +14,6 @@ from flax.training.train_state import TrainState
 
 import orbax_t5x as ot
 from orbax_t5x import transforms as tr
-from orbax_t5x.optim.moments import find_roots
 from orbax_t5x.optimizers import OptaxWrapper
 from orbax_t5x.testing.transform_suite import run
 from orbax_t5x.train_state import FlaxOptimTrainState
@@ -221,20 +220,3 @@ def test_parameters_outside_given_roots_are_a_problem():
     _, diagnostics = run(tr.FollowOptimizer(inner, roots=[("params", "opt_state")]), source)
     assert [problem.kind for problem in diagnostics.problems] == ["optimizer"]
     assert "12 leaves of the optimizer have no parameter under these names" in diagnostics.problems[0].message
-
-
-def test_moments_of_either_of_two_trees_are_a_problem():
-    paths = ["a/kernel", "b/kernel"]
-    source = {f"{tree}/{path}": np.ones(2) for tree in ("student", "teacher") for path in paths}
-    source |= {f"optimizer/0/{kind}/{path}": np.ones(2) for kind in ("mu", "nu") for path in paths}
-    swap = tr.FollowOptimizer(tr.Rename([("student/a/(.*)", r"student/b/\1"), ("student/b/(.*)", r"student/a/\1")]))
-    _, diagnostics = run(swap, source)
-    assert [problem.kind for problem in diagnostics.problems] == ["optimizer"]
-    assert "'student' or 'teacher'" in diagnostics.problems[0].message
-
-
-def test_modules_called_as_moments_are_parameters():
-    names = ["params/enc/mu/kernel", "params/enc/nu/kernel", "params/enc/opt/kernel", "params/mu/kernel"]
-    assert find_roots(dict.fromkeys(names)).pairs == ()
-    moments = [f"opt_state/0/{kind}/{name.removeprefix('params/')}" for kind in ("mu", "nu") for name in names]
-    assert find_roots(dict.fromkeys([*names, *moments])).pairs == (("params", "opt_state"),)

@@ -19,7 +19,7 @@ from typing import Any
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.moments import MOMENT_WORDS, may_be_moment
+from orbax_t5x.optim.containers import MOMENT_WORDS, may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import (
     Explanation,
     Hypothesis,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.moments import may_be_moment
+from orbax_t5x.optim.containers import may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Shapes, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import LEAVE_UNREAD
 from orbax_t5x.restoring.stacked_names import is_layer_word, stacked_part

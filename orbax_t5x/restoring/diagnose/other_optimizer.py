@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.moments import SlotNames, is_in_optimizer
+from orbax_t5x.optim.containers import is_in_optimizer
+from orbax_t5x.optim.moments import SlotNames
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import give_values
 from orbax_t5x.text.wording import leaves_text
