@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from orbax_t5x.lazy import LazyAwaitableArray as LazyAwaitableArray
     from orbax_t5x.lazy import LazyThreadPoolArray as LazyThreadPoolArray
     from orbax_t5x.lazy import broadcast_to as broadcast_to
-    from orbax_t5x.lazy import concatenate as concatenate
     from orbax_t5x.lazy import repeat as repeat
-    from orbax_t5x.lazy import stack as stack
+    from orbax_t5x.lazy.several import concatenate as concatenate
+    from orbax_t5x.lazy.several import stack as stack
     from orbax_t5x.operations.convert.convert import convert as convert
     from orbax_t5x.operations.diff.diff import diff as diff
     from orbax_t5x.operations.start.restore_or_initialize import restore_or_initialize as restore_or_initialize
@@ -81,7 +81,7 @@ MODULE_OF = {
     "args": "orbax_t5x.handlers",
     "broadcast_to": "orbax_t5x.lazy",
     "checkpoint_importer": "",
-    "concatenate": "orbax_t5x.lazy",
+    "concatenate": "orbax_t5x.lazy.several",
     "convert": "orbax_t5x.operations.convert.convert",
     "diff": "orbax_t5x.operations.diff.diff",
     "errors": "",
@@ -96,7 +96,7 @@ MODULE_OF = {
     "restore": "orbax_t5x.restoring.api",
     "restore_or_initialize": "orbax_t5x.operations.start.restore_or_initialize",
     "rules": "",
-    "stack": "orbax_t5x.lazy",
+    "stack": "orbax_t5x.lazy.several",
     "state_utils": "",
     "train_state": "",
     "transforms": "",

@@ -1,61 +1,22 @@
-"""Placeholders of elements that only a restore knows.
+"""Values for placeholders, once a restore knows the target's leaf.
 
-A transform that runs only on the checkpoint's leaves puts `UnfilledLeaf` where new elements go. When the leaf of the
-target is known, `fill` gives it the elements at the same place of another array: it follows what was done to the leaf
-since, as far as that only moved elements and cast them.
+Placeholders get the elements at the same place of another array: `fill` follows what was done to the leaf since, as far
+as that only moved elements and cast them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from orbax_t5x.lazy.assemble import ConcatNode, StackNode, concatenated, stacked
-from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.cast import CastNode, cast_node
 from orbax_t5x.lazy.geometry import IndexMap, basic_index
 from orbax_t5x.lazy.keys import KeyDataNode, KeysNode
-from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
 from orbax_t5x.lazy.node import Node
 from orbax_t5x.lazy.pad import PadNode, padded
-from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.lazy.reshape import JoinNode, SplitNode, reshaped
 from orbax_t5x.lazy.strided import StridedNode, strided
-
-
-class UnfilledLeaf(BlockingLeaf):
-    """Placeholder for elements that only a restore knows; it cannot be read."""
-
-    is_value = True
-
-    def __init__(self, name: str, shape: Sequence[int], dtype: np.dtype):
-        self.name = name
-        self.shape: tuple[int, ...] = tuple(shape)
-        self.dtype = dtype
-
-    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns 0: no byte of a checkpoint is read."""
-        return 0
-
-    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Raises ValueError."""
-        self._refuse()
-
-    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Raises ValueError."""
-        self._refuse()
-
-    def _refuse(self) -> None:
-        raise ValueError(f"elements of {self.name} are known only in a restore (ot.restore(…, fallback=…))")
-
-
-def has_unfilled(leaves: Sequence[Leaf]) -> bool:
-    """Reports whether a leaf is a placeholder that `fill` has to replace."""
-    for leaf in leaves:  # Asked for every leaf of a plan: any() costs three times as much.
-        if isinstance(leaf, UnfilledLeaf):
-            return True
-    return False
+from orbax_t5x.lazy.value import UnfilledLeaf
 
 
 def fill(node: Node, values: Node) -> Node:

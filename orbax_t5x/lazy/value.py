@@ -1,8 +1,8 @@
-"""Leaves outside checkpoints: arrays in memory or behind functions.
+"""Leaves outside checkpoints: arrays in memory, behind functions, or unknown yet.
 
 A value leaf refers to the caller's array and copies nothing before it is read. Of a sharded `jax.Array` only the shards
 of this process that a box touches are brought to the host. An array behind a function is read whole for any box: its
-function cannot return less.
+function cannot return less. `UnfilledLeaf` stands where a transform of the checkpoint's leaves leaves room for others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orbax_t5x.concurrency import carry, reader_pool, run_in_pool
 from orbax_t5x.errors import LeafMismatchError
 from orbax_t5x.lazy.array import LazyArray
 from orbax_t5x.lazy.box import Box, box_size, box_slices, intersect, slices_within
-from orbax_t5x.lazy.leaf import BlockingLeaf, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 
 
@@ -119,6 +119,40 @@ class OpaqueLeaf(BlockingLeaf):
 
     def __repr__(self) -> str:
         return f"OpaqueLeaf({self.name!r}, {self.array!r})"
+
+
+class UnfilledLeaf(BlockingLeaf):
+    """Placeholder for elements that only a restore knows; it cannot be read."""
+
+    is_value = True
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: np.dtype):
+        self.name = name
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.dtype = dtype
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """Returns 0: no byte of a checkpoint is read."""
+        return 0
+
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """Raises ValueError."""
+        self._refuse()
+
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """Raises ValueError."""
+        self._refuse()
+
+    def _refuse(self) -> None:
+        raise ValueError(f"elements of {self.name} are known only in a restore (ot.restore(…, fallback=…))")
+
+
+def has_unfilled(leaves: Sequence[Leaf]) -> bool:
+    """Reports whether a leaf is a placeholder that `fill` has to replace."""
+    for leaf in leaves:  # Asked for every leaf of a plan: any() costs three times as much.
+        if isinstance(leaf, UnfilledLeaf):
+            return True
+    return False
 
 
 def is_jax_array(value: Any) -> bool:

@@ -20,7 +20,6 @@ from orbax_t5x.transforms import MODULE_OF as public_transforms
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.migrations import Migration, Migrations, expanded
-from orbax_t5x.transforms.model_surgery import adopt_orbax
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState, prefixed
@@ -34,6 +33,7 @@ _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 Transforms = Sequence[Callable[..., Any] | Migrations] | Callable[..., Any] | Migrations | Literal["auto"]
+_adopt_orbax = on_demand.function("orbax_t5x.transforms.model_surgery", "adopt_orbax")
 # Only rules that are sought, and calls that went wrong, need the packs.
 _PACKAGE_OF_PACKS = "orbax_t5x.rules"
 _pack_names = on_demand.function(f"{_PACKAGE_OF_PACKS}.graph", "pack_names")
@@ -152,7 +152,7 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
             raise TypeError(f"{pack} is a function that makes a rule pack; pass what it makes: {_call_of(pack)}")
         if not callable(transform):
             raise TypeError(f"{transform!r} is no transform; {_instead_of(transform)}")
-    return tuple(map(adopt_orbax, chain))
+    return tuple(one if isinstance(one, Transform) else _adopt_orbax(one) for one in chain)
 
 
 def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:

@@ -17,7 +17,6 @@ import jax
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.chains import record_rules
-from orbax_t5x.provenance.decision import decide
 from orbax_t5x.provenance.question import CallerKind, Decision, LeadsToTarget, ResumeContext, combine_decisions
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
 from orbax_t5x.restoring.chains import OneSource
@@ -27,6 +26,8 @@ from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.migrations import Migration
 from orbax_t5x.trees.narrow import is_mapping
 
+# Of restores with transforms only.
+_decide: Callable[..., Decision] = on_demand.function("orbax_t5x.provenance.decision", "decide")
 # Of checkpoints of runs only.
 _lacks_record = on_demand.function("orbax_t5x.restoring.run_steps", "lacks_record")
 _opened_once = on_demand.function("orbax_t5x.multihost.openings", "opened_once")  # several processes only
@@ -160,7 +161,7 @@ class SourceHistory:
             transforms=tuple(transforms),
             leads_to_target=leads_to_target,
         )
-        decision = combine_decisions({item: decide(record, context) for item, record in records.items()})
+        decision = combine_decisions({item: _decide(record, context) for item, record in records.items()})
         path = self.sources.path
         if decision.problem is not None:
             message, fix = decision.problem

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, ProblemKind
-from orbax_t5x.lazy import LazyArray, Leaf, View, as_view, fill, has_unfilled
+from orbax_t5x.lazy import LazyArray, Leaf, View, as_view
 from orbax_t5x.lazy.cast import CastNode
-from orbax_t5x.lazy.fill import UnfilledLeaf
 from orbax_t5x.lazy.node import LeafNode, Node
+from orbax_t5x.lazy.value import has_unfilled
 from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
 from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import RestoreOptions
@@ -27,6 +28,8 @@ from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.patterns.table import compile_pattern, pattern_text
 from orbax_t5x.trees.flat import parents
 
+# Of padded leaves only.
+_fill: Callable[[Node, Node], Node] = on_demand.function("orbax_t5x.lazy.fill", "fill")
 _NOTHING_RESTORED = Fix.any_of(
     Fix("give transforms that lead from the checkpoint's names to the target's"),
     Fix.setting("if nothing of the checkpoint is wanted, pass {}", fallback_for=(".*",)),
@@ -181,7 +184,7 @@ class Matcher:
             is_placeable = leaf.kind == "numpy" or (leaf.kind == "jax" and not self._placing_problems(leaf))
             self._is_placeable[id(leaf)] = is_placeable
         stored = node.leaf
-        if stored.is_value or not is_placeable or isinstance(stored, UnfilledLeaf):
+        if stored.is_value or not is_placeable:
             return None
         self._taken.add(name)
         return PlanEntry(
@@ -264,7 +267,7 @@ class Matcher:
         if given is None or (given.shape, given.dtype) != (view.shape, view.dtype):
             return None  # a shape or dtype that does not fit is a problem already
         try:
-            return View(fill(view.node, given.node))
+            return View(_fill(view.node, given.node))
         except ValueError as error:
             message = f"Pad takes new elements from the fallback, but their places are not known after this: {error}"
             self._problem("transform", name, message, Fix("put Pad after that transform, or pad with a number"))

@@ -26,8 +26,7 @@ from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
 from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
-from orbax_t5x.text.wording import counted, size_text
-from orbax_t5x.transforms.dequantize import multiplied_by, scales_beside
+from orbax_t5x.text.wording import size_text
 from orbax_t5x.transforms.diagnostics import Diagnostics, Why
 from orbax_t5x.transforms.run import run_on_leaves
 from orbax_t5x.trees.flat import parents, prefixed
@@ -35,6 +34,8 @@ from orbax_t5x.trees.flat import parents, prefixed
 # Only a plan that fails is explained, and only found rules can cover a part of a model.
 _explain_failure = on_demand.function("orbax_t5x.restoring.diagnose.explain", "explain_failure")
 _partial_rules = on_demand.function("orbax_t5x.restoring.diagnose.partial_rules", "partial_rules")
+# Only of restores that leave leaves unread.
+_warnings_of_scales = on_demand.function("orbax_t5x.transforms.dequantize", "warnings_of_scales")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,17 +231,6 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         if problems := _partial_rules(plan, found):
             raise diagnostics.error(problems, path=inputs.sources.path)
     return plan
-
-
-def _warnings_of_scales(used: Mapping[str, Any], unused: Sequence[str]) -> list[str]:
-    """Returns a warning if quantized weights are restored without their scales."""
-    scales = scales_beside(used, unused)
-    advice = ": add ot.rules.scaled_fp8_to_float32() to the transforms" if scales else ", in a form that is not known"
-    scales = scales or list({weight: name for name, weight in multiplied_by(used, unused)}.values())
-    if not scales:
-        return []
-    count = counted(len(scales), "quantized weight is", "quantized weights are")
-    return [f"{count} restored without the scale that is stored beside it ({scales[0]}){advice}"]
 
 
 def _is_changed(source: Mapping[str, Any], state: Mapping[str, Any]) -> bool:

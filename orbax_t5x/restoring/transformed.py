@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.lazy import LazyArray, View, as_view, has_unfilled
+from orbax_t5x.lazy import LazyArray, View, as_view
+from orbax_t5x.lazy.value import has_unfilled
 from orbax_t5x.restoring.chains import Transforms, chain_of, written_out
 from orbax_t5x.restoring.lineage import SourceHistory
 from orbax_t5x.restoring.options import RestoreOptions

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import View, add_low_rank, stack
+from orbax_t5x.lazy import View
+from orbax_t5x.lazy.several import add_low_rank, stack
 from orbax_t5x.rules.leaf_table import BIAS, SUBLAYERS, layer_names
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.peft_config import LoraConfig, lora_config

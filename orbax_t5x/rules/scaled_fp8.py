@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import View, as_view, broadcast_to, scaled
+from orbax_t5x.lazy import View, as_view, broadcast_to
+from orbax_t5x.lazy.several import scaled
 from orbax_t5x.rules.leaf_table import Dimensions
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.text.wording import listed

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import all_equal, repeat
+from orbax_t5x.lazy import repeat
+from orbax_t5x.lazy.several import all_equal
 from orbax_t5x.rules.leaf_table import LeafTable
 from orbax_t5x.rules.pack import FIND_PACK
 from orbax_t5x.text.wording import listed

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import scaled
+from orbax_t5x.lazy.several import scaled
+from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, pattern_text
@@ -71,6 +72,17 @@ def multiplied_by(leaves: Mapping[str, Any], names: Iterable[str]) -> Iterator[t
             for weight in (stem + kind for kind in _WEIGHTS):
                 if weight in leaves and _QUANTIZED.fullmatch(_dtype_of(leaves[weight])):
                     yield name, weight
+
+
+def warnings_of_scales(used: Mapping[str, Any], unused: Sequence[str]) -> list[str]:
+    """Returns a warning if quantized weights are used without their scales."""
+    scales = scales_beside(used, unused)
+    advice = ": add ot.rules.scaled_fp8_to_float32() to the transforms" if scales else ", in a form that is not known"
+    scales = scales or list({weight: name for name, weight in multiplied_by(used, unused)}.values())
+    if not scales:
+        return []
+    count = counted(len(scales), "quantized weight is", "quantized weights are")
+    return [f"{count} restored without the scale that is stored beside it ({scales[0]}){advice}"]
 
 
 def _dtype_of(leaf: Any) -> str:

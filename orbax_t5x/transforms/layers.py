@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import View, stack
+from orbax_t5x.lazy import View
+from orbax_t5x.lazy.several import stack
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import (

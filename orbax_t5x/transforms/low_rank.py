@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import View, add_low_rank
+from orbax_t5x.lazy import View
+from orbax_t5x.lazy.several import add_low_rank
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, pattern_text

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import View, concatenate
+from orbax_t5x.lazy import View
+from orbax_t5x.lazy.several import concatenate
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics

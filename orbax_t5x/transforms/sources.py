@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import View, all_equal, average
+from orbax_t5x.lazy import View
+from orbax_t5x.lazy.several import all_equal, average
 from orbax_t5x.transforms.base import Given, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text

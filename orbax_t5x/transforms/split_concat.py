@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import View, concatenate
+from orbax_t5x.lazy import View
+from orbax_t5x.lazy.several import concatenate
 from orbax_t5x.transforms.base import Given
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics

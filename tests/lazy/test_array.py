@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_t5x as ot
 from orbax_t5x import lazy
 from orbax_t5x.errors import LeafMismatchError
-from orbax_t5x.lazy import as_view
+from orbax_t5x.lazy import as_view, several
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 
 # T5X's kinds.
@@ -202,7 +202,7 @@ def test_a_get_fn_array_becomes_a_view_that_reads_whole_once():
     call = Counter(np.arange(6, dtype=np.float32).reshape(2, 3))
     view = as_view(ot.LazyThreadPoolArray((2, 3), np.float32, call), "kernel")
     assert view.shape == (2, 3) and not view.is_value and view.leaves()[0].name == "kernel"
-    both = lazy.stack([view[1], view[0]]).T
+    both = several.stack([view[1], view[0]]).T
     assert not call.threads
     assert both.get().tolist() == [[3, 0], [4, 1], [5, 2]]
     assert len(call.threads) == 1
@@ -232,11 +232,11 @@ def test_values_are_views_that_know_that_they_are_constant(value):
     assert view.is_value and view.value is value and view.leaves()[0].name == "x"
     assert view.dtype == np.asarray(value).dtype
     np.testing.assert_array_equal(view.get(), value)
-    doubled = lazy.stack([view, view])
+    doubled = several.stack([view, view])
     assert doubled.is_value
     np.testing.assert_array_equal(doubled.value, np.stack([value, value]))
     leaf = as_view(ArrayLeaf(np.asarray(value)))
-    assert not leaf.is_value and not lazy.stack([view, leaf]).is_value
+    assert not leaf.is_value and not several.stack([view, leaf]).is_value
 
 
 def test_text_is_an_object_leaf_of_bytes_or_str():

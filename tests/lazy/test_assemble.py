@@ -1,12 +1,12 @@
 """Stacks and concatenations read only the inputs that a box overlaps."""
 
-from orbax_t5x import lazy
+from orbax_t5x.lazy import several
 from tests.support.lazy_views import leaf_names, view_of
 
 
 def test_a_slice_of_a_stack_knows_only_the_inputs_that_it_touches():
     views = [view_of((2, 3), name=f"layer{i}") for i in range(6)]
-    stacked = lazy.stack(views, 1)
+    stacked = several.stack(views, 1)
     assert leaf_names(stacked) == [f"layer{i}" for i in range(6)]
     assert stacked[:, 4].node is views[4].node
     assert leaf_names(stacked[:, 1:3]) == ["layer1", "layer2"]
@@ -19,7 +19,7 @@ def test_a_slice_of_a_stack_knows_only_the_inputs_that_it_touches():
 
 def test_a_slice_of_a_concatenation_knows_only_the_inputs_that_it_touches():
     views = [view_of((2, size), name=f"part{size}") for size in (3, 0, 4, 5)]
-    joined = lazy.concatenate(views, 1)
+    joined = several.concatenate(views, 1)
     assert leaf_names(joined[:, :3]) == ["part3"]
     assert joined[:, 3:7].node is views[2].node
     assert leaf_names(joined[:, 2:4]) == ["part3", "part4"]

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x import lazy
 from orbax_t5x.errors import LeafMismatchError
-from orbax_t5x.lazy import AffineFunction, as_view
+from orbax_t5x.lazy import AffineFunction, as_view, several
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from tests.support.array_strategies import DTYPES
 
@@ -95,7 +94,7 @@ def test_checked_casts_pass_what_survives_and_name_what_does_not():
 def test_strings_keep_their_bytes_and_are_not_cast():
     words = as_view(np.array([b"ab", b"\x00c"], object))
     assert words[::-1].get().tolist() == [b"\x00c", b"ab"]
-    assert lazy.stack([words, words]).reshape(4).get().tolist() == [b"ab", b"\x00c"] * 2
+    assert several.stack([words, words]).reshape(4).get().tolist() == [b"ab", b"\x00c"] * 2
     with pytest.raises(TypeError, match="cannot cast a lazy array of dtype object to float32"):
         words.astype("float32")
     with pytest.raises(TypeError, match="cannot cast"):

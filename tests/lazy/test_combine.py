@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from orbax_t5x import lazy
 from orbax_t5x.errors import LeafMismatchError
-from orbax_t5x.lazy import all_equal, as_view, average, full_box
+from orbax_t5x.lazy import as_view, full_box, several
+from orbax_t5x.lazy.several import all_equal, average
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from orbax_t5x.trees.dtypes import kind_of
 from tests.support.array_strategies import DTYPES, GuardedBuffer, boxes
@@ -160,7 +161,7 @@ def test_a_scaled_array_equals_numpy_in_any_box_and_buffer(data):
     factor = scale.array.astype(wide).reshape(() if scale.array.size == 1 else by_row)
     expected = weight.array.astype(wide) * factor
     axes = data.draw(st.permutations(range(len(shape))))
-    view, expected = lazy.scaled(as_view(weight), as_view(scale)).transpose(axes), expected.transpose(axes)
+    view, expected = several.scaled(as_view(weight), as_view(scale)).transpose(axes), expected.transpose(axes)
     if shape and data.draw(st.booleans()):
         view, expected = view[::-2], expected[::-2]
     box = data.draw(boxes(expected.shape))
@@ -174,7 +175,7 @@ def test_a_scaled_array_equals_numpy_in_any_box_and_buffer(data):
 
 def test_only_the_box_is_read_and_the_scale_once():
     weight, scale = ArrayLeaf(np.ones((64, 40), ml_dtypes.float8_e4m3fn), "w"), ArrayLeaf(np.float32(3), "s")
-    view = lazy.scaled(as_view(weight), as_view(scale))
+    view = several.scaled(as_view(weight), as_view(scale))
     assert view[5:9].T.requests(((0, 40), (0, 4))) == [(weight, ((5, 9), (0, 40))), (scale, ())]
     assert view.describe() == "times a scale, float32"
     np.testing.assert_array_equal(view[5:9].get(), np.full((4, 40), 3, np.float32))
@@ -187,7 +188,7 @@ def test_only_the_box_is_read_and_the_scale_once():
 
 def test_what_is_no_scale_is_refused():
     with pytest.raises(ValueError, match=r"one number, [^;]*not an array of shape \(2,\)"):
-        lazy.scaled(np.ones((2, 2), np.float32), np.ones(2, np.float32))
+        several.scaled(np.ones((2, 2), np.float32), np.ones(2, np.float32))
     for weight, scale in ((np.ones(2, bool), np.float32(1)), (np.ones(2), np.int32(1)), (np.ones(2, complex), 1.0)):
         with pytest.raises(TypeError, match="real numbers, not"):
-            lazy.scaled(weight, scale)
+            several.scaled(weight, scale)

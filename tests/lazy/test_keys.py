@@ -8,8 +8,8 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.lazy import stack
 from orbax_t5x.lazy.keys import as_keys, is_keys, key_data
+from orbax_t5x.lazy.several import stack
 
 T = ot.transforms
 

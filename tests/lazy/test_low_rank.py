@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x import lazy
-from orbax_t5x.lazy import as_view, full_box
+from orbax_t5x.lazy import as_view, full_box, several
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from tests.support.array_strategies import GuardedBuffer, boxes
 from tests.support.lazy_views import view_of
@@ -17,7 +17,7 @@ def test_a_low_rank_sum_reads_rows_and_columns_and_is_the_same_in_every_box():
     arrays = {"kernel": (64, 3, 40), "down": (64, 8), "up": (8, 3, 40)}
     leaves = {name: ArrayLeaf(rng.normal(size=shape).astype("bfloat16"), name) for name, shape in arrays.items()}
     kernel, down, up = (as_view(leaf) for leaf in leaves.values())
-    merged = lazy.add_low_rank(kernel, down, up, 0.3)
+    merged = several.add_low_rank(kernel, down, up, 0.3)
     box = ((5, 9), (1, 3), (0, 7))
     assert merged.requests(box) == [
         (leaves["kernel"], box),
@@ -31,12 +31,12 @@ def test_a_low_rank_sum_reads_rows_and_columns_and_is_the_same_in_every_box():
     # Rounded once: within half a unit in the last place, and a little for sums in float32.
     np.testing.assert_allclose(whole.astype(np.float64), exact, rtol=2**-8 * 1.01, atol=1e-6)
     # In float32, boxes of every shape have the bits of the whole: shards agree with one another.
-    sums = lazy.add_low_rank(kernel.astype("float32"), down, up, 0.3)
+    sums = several.add_low_rank(kernel.astype("float32"), down, up, 0.3)
     np.testing.assert_allclose(sums.get(), exact, rtol=1e-5, atol=1e-6)
     for part in (np.s_[5:6, 1:2, 3:4], np.s_[:, 2], np.s_[7:30, :, ::-3], np.s_[40]):
         assert sums[part].get().tobytes() == sums.get()[part].tobytes()
     assert merged.describe() == "plus 0.3 times a product of rank 8"
-    assert lazy.add_low_rank(np.ones((2, 2)), np.ones((2, 1)), np.ones((1, 2), "float32"), 1).dtype == np.float64
+    assert several.add_low_rank(np.ones((2, 2)), np.ones((2, 1)), np.ones((1, 2), "float32"), 1).dtype == np.float64
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_a_low_rank_sum_equals_numpy_in_any_box_and_buffer(data):
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "float16", "float64"]))
     leaves = {name: ArrayLeaf(rng.integers(-2, 3, shape).astype(dtype), name) for name, shape in shapes.items()}
     expected = leaves["kernel"].array + 2 * np.tensordot(leaves["down"].array, leaves["up"].array, 1).astype(dtype)
-    view = lazy.add_low_rank(*map(as_view, leaves.values()), 2)
+    view = several.add_low_rank(*map(as_view, leaves.values()), 2)
     axes = data.draw(st.permutations(range(view.ndim)))
     view, expected = view.transpose(axes), expected.transpose(axes)
     box = data.draw(boxes(expected.shape))
@@ -65,18 +65,20 @@ def test_a_low_rank_sum_equals_numpy_in_any_box_and_buffer(data):
 
 def test_a_low_rank_sum_takes_little_memory_and_large_rows(monkeypatch):
     kernel = view_of((300, 50))
-    merged = lazy.add_low_rank(kernel, np.ones((300, 2), "float32"), np.ones((2, 50), "float32"), 1)
+    merged = several.add_low_rank(kernel, np.ones((300, 2), "float32"), np.ones((2, 50), "float32"), 1)
     np.testing.assert_array_equal(merged.get(), kernel.get() + 2)
     monkeypatch.setattr("orbax_t5x.lazy.low_rank._BLOCK_BYTES", 64)
     np.testing.assert_array_equal(merged.get(), kernel.get() + 2)
     # Two copies of each factor, and two rows of sums.
     assert merged.scratch_bytes(full_box(merged.shape)) == 4 * (2 * (600 + 100) + 2 * 50)
-    assert lazy.add_low_rank(kernel, np.ones((300, 0), "float32"), np.ones((0, 50), "float32"), 1).node is kernel.node
+    assert (
+        several.add_low_rank(kernel, np.ones((300, 0), "float32"), np.ones((0, 50), "float32"), 1).node is kernel.node
+    )
 
 
 def test_a_low_rank_sum_refuses_what_does_not_fit():
     for down, up in [((4, 2), (3, 5)), ((4, 2), (2, 6)), ((2,), (2, 4, 5)), ((2, 4), (2, 5))]:
         with pytest.raises(ValueError, match=r"has not the kernel's shape \(4, 5\)"):
-            lazy.add_low_rank(view_of((4, 5)), view_of(down), view_of(up), 1)
+            several.add_low_rank(view_of((4, 5)), view_of(down), view_of(up), 1)
     with pytest.raises(TypeError, match="floating-point numbers, not int32"):
-        lazy.add_low_rank(view_of((4, 5)), view_of((4, 2), "int32"), view_of((2, 5)), 1)
+        several.add_low_rank(view_of((4, 5)), view_of((4, 2), "int32"), view_of((2, 5)), 1)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x import lazy
-from orbax_t5x.lazy import box_shape, full_box
+from orbax_t5x.lazy import box_shape, full_box, several
 from orbax_t5x.lazy.node import memoryless
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from tests.support.array_strategies import DTYPES, ML_DTYPES, boxes
@@ -44,12 +44,12 @@ _LARGE = {
     "slice": lambda: _leaf(128, 512)[3:90, ::-1],
     "rows with a step": lambda: _leaf(128, 2048)[::3],
     "columns with a step": lambda: _leaf(64, 1024)[:, ::-2],
-    "stack": lambda: lazy.stack([_leaf(64, 256), _leaf(64, 256)], 1),
-    "concatenate": lambda: lazy.concatenate([_leaf(64, 256), _leaf(64, 256)], 1),
+    "stack": lambda: several.stack([_leaf(64, 256), _leaf(64, 256)], 1),
+    "concatenate": lambda: several.concatenate([_leaf(64, 256), _leaf(64, 256)], 1),
     "split heads": lambda: _leaf(64, 768).reshape(64, 12, 64),
-    "split heads, stacked": lambda: lazy.stack([_leaf(64, 768).reshape(64, 12, 64)] * 3, 1),
-    "split heads, stacked between them": lambda: lazy.stack([_leaf(768, 64).reshape(12, 64, 64)] * 3, 1),
-    "split small rows, stacked between them": lambda: lazy.stack([_leaf(4096, 4).reshape(256, 16, 4)] * 3, 1),
+    "split heads, stacked": lambda: several.stack([_leaf(64, 768).reshape(64, 12, 64)] * 3, 1),
+    "split heads, stacked between them": lambda: several.stack([_leaf(768, 64).reshape(12, 64, 64)] * 3, 1),
+    "split small rows, stacked between them": lambda: several.stack([_leaf(4096, 4).reshape(256, 16, 4)] * 3, 1),
     "split, one column": lambda: _leaf(64, 1024).reshape(64, 16, 64)[:, :, 3:5],
     "split, rows of a few": lambda: _leaf(4096, 8).reshape(64, 64, 8)[:, 3:9],
     "join": lambda: _leaf(12, 64, 64).reshape(768, 64)[70:700],
@@ -63,10 +63,10 @@ _LARGE = {
     # Of the newest versions of ml_dtypes alone.
     **({"cast without a way": lambda: _leaf(64, 512, dtype="int4").astype("uint1")} if "uint1" in ML_DTYPES else {}),
     "checked cast": lambda: _leaf(64, 512, dtype="int64").cast_checked("int32"),
-    "average": lambda: lazy.average([_leaf(64, 256), _leaf(64, 256, dtype="bfloat16")], [1, 2]),
-    "average of doubles": lambda: lazy.average([_leaf(64, 256, dtype="float64"), _leaf(64, 256)], [1, 2]),
-    "equal": lambda: lazy.all_equal([_leaf(64, 256), _leaf(64, 256), _leaf(64, 256)]),
-    "equal, complex": lambda: lazy.all_equal([_leaf(64, 256, dtype="complex64")] * 2),
+    "average": lambda: several.average([_leaf(64, 256), _leaf(64, 256, dtype="bfloat16")], [1, 2]),
+    "average of doubles": lambda: several.average([_leaf(64, 256, dtype="float64"), _leaf(64, 256)], [1, 2]),
+    "equal": lambda: several.all_equal([_leaf(64, 256), _leaf(64, 256), _leaf(64, 256)]),
+    "equal, complex": lambda: several.all_equal([_leaf(64, 256, dtype="complex64")] * 2),
 }
 
 
@@ -127,7 +127,7 @@ def test_scratch_bytes_bounds_any_box_of_a_long_chain(data):
         elif kind == "cast":
             view = view.astype(data.draw(st.sampled_from(["float32", "float64"]))) if view.dtype.kind != "c" else view
         elif kind == "stack" and view.size < 200_000:
-            view = lazy.stack([view, view], data.draw(st.integers(0, view.ndim)))
+            view = several.stack([view, view], data.draw(st.integers(0, view.ndim)))
         elif kind == "reshape" and view.shape[0] % 2 == 0:
             view = view.reshape(2, view.shape[0] // 2, *view.shape[1:])
         elif kind == "join":
@@ -148,5 +148,5 @@ def test_what_a_view_takes_is_known_in_every_dtype(dtype):
     """Some dtypes of `ml_dtypes` have a text that NumPy takes for none, or for another one."""
     buffer = memoryless((2, 0, 3), dtype)
     assert (buffer.shape, buffer.dtype) == ((2, 0, 3), dtype)
-    view = lazy.stack([view_of((2, 4)).astype(dtype)] * 2, 0)
+    view = several.stack([view_of((2, 4)).astype(dtype)] * 2, 0)
     assert view.scratch_bytes(((0, 2), (0, 2), (0, 4))) >= 0

@@ -10,7 +10,7 @@ import pytest
 
 from orbax_t5x import lazy
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.lazy import as_view, full_box
+from orbax_t5x.lazy import as_view, full_box, several
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 
 
@@ -32,7 +32,7 @@ class Waiting(ArrayLeaf):
 
 def test_a_failure_is_raised_as_it_is_and_ends_the_other_reads():
     waiting = Waiting(np.zeros(3), "b")
-    both = lazy.stack([as_view(Failing(np.zeros(3), "a")), as_view(waiting)])
+    both = several.stack([as_view(Failing(np.zeros(3), "a")), as_view(waiting)])
     with pytest.raises(CorruptCheckpointError, match="leaf 'a'"):
         both.get()
     assert waiting.cancelled
@@ -48,7 +48,7 @@ def test_several_views_are_read_in_one_go_and_each_leaf_once():
         [
             (views[0], full_box((3, 4)), outs[0]),
             (views[0].T, full_box((4, 3)), outs[1]),
-            (lazy.concatenate(views), ((2, 4), (1, 3)), outs[2]),
+            (several.concatenate(views), ((2, 4), (1, 3)), outs[2]),
         ]
     )
     np.testing.assert_array_equal(outs[0], leaves[0].array)
@@ -68,7 +68,7 @@ def test_an_empty_box_reads_nothing():
 
 def test_reading_works_where_a_loop_is_running_and_from_many_threads():
     leaf = ArrayLeaf(np.arange(1000.0).reshape(10, 100))
-    view = lazy.stack([as_view(leaf)] * 3, 1)[:, 1].T
+    view = several.stack([as_view(leaf)] * 3, 1)[:, 1].T
 
     async def main():
         blocking = view.get()

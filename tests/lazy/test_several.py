@@ -3,23 +3,24 @@
 import pytest
 
 from orbax_t5x import lazy
+from orbax_t5x.lazy import several
 from tests.support.lazy_views import view_of
 
 
 def test_shapes_that_do_not_fit_are_errors_that_name_both():
     with pytest.raises(ValueError, match=r"stack of different shapes: .*\(2, 3\).*'a'.*\(3, 2\).*'b'"):
-        lazy.stack([view_of((2, 3), name="a"), view_of((3, 2), name="b")])
+        several.stack([view_of((2, 3), name="a"), view_of((3, 2), name="b")])
     with pytest.raises(
         ValueError, match=r"concatenate on axis 0 of shapes that differ elsewhere: .*\(2, 3\).*\(2, 2\)"
     ):
-        lazy.concatenate([view_of((2, 3)), view_of((2, 2))])
+        several.concatenate([view_of((2, 3)), view_of((2, 2))])
     with pytest.raises(ValueError, match=r"shapes that differ elsewhere"):
-        lazy.concatenate([view_of((2, 3)), view_of((2, 3, 1))])
+        several.concatenate([view_of((2, 3)), view_of((2, 3, 1))])
     with pytest.raises(ValueError, match=r"stack of different dtypes: .*float32.*int32.*cast them first"):
-        lazy.stack([view_of((2,)), view_of((2,), "int32")])
+        several.stack([view_of((2,)), view_of((2,), "int32")])
     with pytest.raises(ValueError, match="rank 0"):
-        lazy.concatenate([view_of(())])
-    for empty in (lazy.stack, lazy.concatenate):
+        several.concatenate([view_of(())])
+    for empty in (several.stack, several.concatenate):
         with pytest.raises(ValueError, match="at least one"):
             empty([])
     with pytest.raises(ValueError, match=r"cannot reshape .*\(2, 3\).*\(4, 2\)"):
@@ -35,7 +36,11 @@ def test_shapes_that_do_not_fit_are_errors_that_name_both():
         view_of((2, 3)).transpose(0, 0)
     with pytest.raises(ValueError, match="no permutation"):
         view_of((2, 3)).transpose(0)
-    for call in (lambda v: lazy.stack([v], 3), lambda v: lazy.repeat(v, 2, -4), lambda v: lazy.concatenate([v], 2)):
+    for call in (
+        lambda v: several.stack([v], 3),
+        lambda v: lazy.repeat(v, 2, -4),
+        lambda v: several.concatenate([v], 2),
+    ):
         with pytest.raises(ValueError, match="out of bounds"):
             call(view_of((2, 3)))
     with pytest.raises(ValueError, match="negative"):

@@ -4,7 +4,7 @@ import numpy as np
 
 import orbax_t5x as ot
 from orbax_t5x import lazy
-from orbax_t5x.lazy import as_view
+from orbax_t5x.lazy import as_view, several
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from tests.support.lazy_views import view_of
 
@@ -18,8 +18,8 @@ def test_compositions_that_undo_each_other_cost_nothing():
     assert (view.reshape(48).reshape(4, 6, 2)).node is view.node
     assert (view.reshape(2, 2, 1, 12).reshape(8, 6).reshape(4, 6, 2)).node is view.node
     assert (view.astype("float32")).node is view.node
-    assert (lazy.stack([view, view], 2)[:, :, 1]).node is view.node
-    assert (lazy.concatenate([view])).node is view.node
+    assert (several.stack([view, view], 2)[:, :, 1]).node is view.node
+    assert (several.concatenate([view])).node is view.node
     assert (lazy.broadcast_to(view, view.shape)).node is view.node
     assert view[1:3][:, 2:][1].requests(((0, 1), (0, 2))) == [(view.leaves()[0], ((2, 3), (2, 3), (0, 2)))]
 

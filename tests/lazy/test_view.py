@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from orbax_t5x import lazy
 from orbax_t5x.lazy import geometry as _geometry
+from orbax_t5x.lazy import several
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from tests.support.array_strategies import DTYPES, GuardedBuffer, boxes
 
@@ -138,12 +139,14 @@ class Program:
     def stack(self) -> None:
         if len(self.shape) < 6:
             axis = self.draw(st.integers(-len(self.shape) - 1, len(self.shape)))
-            self._combine(f"stack {axis}", lambda v: lazy.stack(v, axis), lambda a: np.stack(a, axis))
+            self._combine(f"stack {axis}", lambda v: several.stack(v, axis), lambda a: np.stack(a, axis))
 
     def concatenate(self) -> None:
         if self.shape:
             axis = self.draw(st.integers(-len(self.shape), len(self.shape) - 1))
-            self._combine(f"concatenate {axis}", lambda v: lazy.concatenate(v, axis), lambda a: np.concatenate(a, axis))
+            self._combine(
+                f"concatenate {axis}", lambda v: several.concatenate(v, axis), lambda a: np.concatenate(a, axis)
+            )
 
     def _combine(self, text, lazily, eagerly) -> None:
         if math.prod(self.shape) * len(self.pairs) > 4000:
@@ -180,7 +183,7 @@ class Program:
 
     def equal(self) -> None:
         self.linear = False
-        self.each("equal", lambda v: lazy.all_equal([v, v]), lambda a: a)
+        self.each("equal", lambda v: several.all_equal([v, v]), lambda a: a)
 
     def pad(self) -> None:
         widths = [self.draw(st.sampled_from([0, 0, 1, 3])) for _ in self.shape]
@@ -191,7 +194,7 @@ class Program:
         for at, (view, array) in enumerate(self.pairs):
             filler = ArrayLeaf(np.ones(shape, array.dtype), f"filler{len(self.leaves)}")
             self.leaves.append(filler)
-            self.pairs[at] = (lazy.pad(view, filler, "ones"), _padded(array, filler.array))
+            self.pairs[at] = (several.pad(view, filler, "ones"), _padded(array, filler.array))
 
     def cast(self) -> None:
         dtype = self.draw(st.sampled_from(DTYPES))
@@ -273,11 +276,11 @@ def test_what_is_asked_for_holds_what_is_wanted_and_no_more(data):
 
 def test_a_description_says_what_was_done_to_which_input():
     a, b = (lazy.as_view(np.zeros((2, 3), np.float32)) for _ in range(2))
-    assert lazy.concatenate([a, b], 0).describe() == "concatenation of 2 on axis 0"
-    assert lazy.concatenate([a.T, b.T], 0).describe() == "transpose (1, 0), concatenation of 2 on axis 0"
-    mixed = lazy.concatenate([a.T, lazy.as_view(np.zeros((3, 2), np.float32))], 0).astype(np.float64)
+    assert several.concatenate([a, b], 0).describe() == "concatenation of 2 on axis 0"
+    assert several.concatenate([a.T, b.T], 0).describe() == "transpose (1, 0), concatenation of 2 on axis 0"
+    mixed = several.concatenate([a.T, lazy.as_view(np.zeros((3, 2), np.float32))], 0).astype(np.float64)
     assert mixed.describe() == "transpose (1, 0) of input 1, concatenation of 2 on axis 0, cast float64"
-    many = lazy.stack([a.T if place % 2 else a.reshape((3, 2)) for place in range(12)], 0)
+    many = several.stack([a.T if place % 2 else a.reshape((3, 2)) for place in range(12)], 0)
     assert many.describe() == (
         "reshape (3, 2) of inputs 1, 3, 5, 7 and 2 more; transpose (1, 0) of inputs 2, 4, 6, 8 and 2 more, "
         "stack of 12 on axis 0"

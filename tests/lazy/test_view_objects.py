@@ -7,7 +7,8 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x import lazy
-from orbax_t5x.lazy import all_equal, as_view, average
+from orbax_t5x.lazy import as_view, several
+from orbax_t5x.lazy.several import all_equal, average
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from tests.support.lazy_views import view_of
 
@@ -22,7 +23,7 @@ def test_transpose_and_reshape_take_numpys_forms():
     assert view[0, 0, 0].reshape(()).get() == 0
     assert view[0, 0, 0].reshape(1, 1).get().shape == (1, 1)
     assert lazy.broadcast_to(view[0, 0, 0], 3).get().tolist() == [0, 0, 0]
-    assert lazy.stack([1, 2]).get().tolist() == [1, 2]
+    assert several.stack([1, 2]).get().tolist() == [1, 2]
     assert lazy.repeat(5, 3, 0).get().tolist() == [5, 5, 5]
     assert lazy.repeat(view, 0, 1).get().shape == (2, 0, 3, 4)
 
@@ -75,7 +76,7 @@ def test_the_text_of_a_view_shows_what_it_is_and_no_data():
     assert kernel.describe() == ""
     heads = kernel.reshape(6, 2, 4)
     assert heads.describe() == "reshape (6, 2, 4)"
-    stacked = lazy.stack([heads] * 24, 1).astype("bfloat16")
+    stacked = several.stack([heads] * 24, 1).astype("bfloat16")
     assert stacked.describe() == "reshape (6, 2, 4), stack of 24 on axis 1, cast bfloat16"
     assert repr(stacked).startswith("View(shape=(6, 24, 2, 4), dtype=bfloat16, of='encoder/layers_0/kernel', reshape")
     for view, text in [
@@ -90,11 +91,11 @@ def test_the_text_of_a_view_shows_what_it_is_and_no_data():
         (kernel[:1, 0], "[0:1, 0]"),
         (lazy.repeat(kernel, 3, 1), "repeat 3 on axis 1"),
         (lazy.broadcast_to(kernel, (2, 6, 8)), "repeat 2 on axis 0"),
-        (lazy.concatenate([kernel, kernel], 1), "concatenation of 2 on axis 1"),
+        (several.concatenate([kernel, kernel], 1), "concatenation of 2 on axis 1"),
         (kernel.cast_checked("int32"), "checked cast int32"),
         (average([kernel, kernel], [1, 3]), "average of 2"),
         (all_equal([kernel, kernel]), "one of 2 that must be equal"),
     ]:
         assert view.describe() == text
-    two = lazy.stack([kernel, view_of((6, 8), name="b")])
+    two = several.stack([kernel, view_of((6, 8), name="b")])
     assert "of='encoder/layers_0/kernel' and 1 more" in repr(two)

@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
 from orbax_t5x.files.local import File
-from orbax_t5x.lazy import concatenate, repeat, stack
+from orbax_t5x.lazy import repeat
 from orbax_t5x.lazy.box import union_size
+from orbax_t5x.lazy.several import concatenate, stack
 from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.restoring.execute import buffers
 from tests.support.array_strategies import boxes

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.lazy import as_view, stack
+from orbax_t5x.lazy import as_view
+from orbax_t5x.lazy.several import stack
 from orbax_t5x.restoring.plan import RestoreReport, addressable_boxes, box_of_index, boxes_by_leaf
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint
 

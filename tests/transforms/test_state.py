@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from orbax_t5x import lazy
+from orbax_t5x.lazy import several
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.state import NewState, combine_leaves, view_of
 
@@ -32,7 +32,7 @@ def test_a_combination_that_fails_is_a_problem_of_its_kind():
         diagnostics = Diagnostics()
         leaves = [(f"layers_{i}", np.ones(shape)) for i, shape in enumerate(shapes)]
         return combine_leaves(
-            leaves, lazy.stack, diagnostics, becomes="layers", rule="StackLayers"
+            leaves, several.stack, diagnostics, becomes="layers", rule="StackLayers"
         ), diagnostics.problems
 
     view, problems = stack((2, 3), (2, 3))

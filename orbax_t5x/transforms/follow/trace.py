@@ -16,34 +16,26 @@ import numpy as np
 
 from orbax_t5x.lazy import (
     AffineFunction,
-    AllEqualNode,
-    AverageNode,
     CastNode,
-    ConcatNode,
     JoinNode,
     Leaf,
     LeafNode,
-    LowRankNode,
     MappedNode,
     Node,
-    PadNode,
     ReadStats,
     Request,
-    ScaledNode,
     SplitNode,
-    StackNode,
     StridedNode,
     View,
-    add_low_rank,
-    all_equal,
     as_view,
-    average,
     broadcast_to,
-    concatenate,
-    pad,
     repeat,
-    stack,
 )
+from orbax_t5x.lazy.assemble import ConcatNode, StackNode
+from orbax_t5x.lazy.combine import AllEqualNode, AverageNode, ScaledNode
+from orbax_t5x.lazy.low_rank import LowRankNode
+from orbax_t5x.lazy.pad import PadNode
+from orbax_t5x.lazy.several import add_low_rank, all_equal, average, concatenate, pad, stack
 
 KeptDims = frozenset[int]
 """The dimensions of an array that were not averaged away."""

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.lazy import LazyThreadPoolArray, as_view, box_slices, chunks, stack
+from orbax_t5x.lazy import LazyThreadPoolArray, as_view, box_slices, chunks
+from orbax_t5x.lazy.several import stack
 from orbax_t5x.operations.diff.blocks import LeafPair, block_boxes
 from tests.support import torch_files
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_t5x.lazy import as_view, stack
+from orbax_t5x.lazy import as_view
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices, slices_within
+from orbax_t5x.lazy.several import stack
 from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT, message_starts, schedule_broadcast
 from tests.support.broadcast_needs import needs_of
 from tests.support.memory_checkpoint import AwaitedLeaf
