@@ -52,7 +52,7 @@ class Registry(Generic[Entry]):
     def _installed(self) -> Mapping[str, importlib.metadata.EntryPoint]:
         """Entry points of other packages; warns of taken names."""
         installed: dict[str, importlib.metadata.EntryPoint] = {}
-        for point in importlib.metadata.entry_points(group=self._group) if self._group else ():
+        for point in _entry_points(self._group) if self._group else ():
             if point.name in self._own or installed.setdefault(point.name, point) != point:
                 owner = "this package's" if point.name in self._own else installed[point.name].value
                 message = f"the {self._kind} {point.name!r} at {point.value} is left out: the name is taken by {owner}"
@@ -83,6 +83,18 @@ class Registry(Generic[Entry]):
             self._added[name] = entry
 
         return RegistryEntry(lambda: self._added.pop(name, None))
+
+
+def _entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
+    """Lists a group's entry points.
+
+    `importlib.metadata.entry_points` parses the files of all packages, which takes three times as long.
+    """
+    found: dict[str, importlib.metadata.EntryPoints] = {}
+    for package in importlib.metadata.distributions():
+        if f"[{group}]" in (package.read_text("entry_points.txt") or ""):
+            found.setdefault(package.name, package.entry_points.select(group=group))
+    return [point for points in found.values() for point in points]
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Tables that the package, entry points and callers fill by name."""
 
 import importlib.metadata
+import sys
 
 import pytest
 
@@ -38,10 +39,23 @@ def test_an_old_registration_removes_no_newer_one():
     assert table.get("a") == "one"
 
 
-def test_entry_points_join_and_taken_names_are_left_out(monkeypatch):
-    given = [("floor", "math:floor"), ("square", "math:floor"), ("floor", "math:ceil"), ("floor", "math:floor")]
-    points = [importlib.metadata.EntryPoint(*names, "group") for names in given]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: points if group == "group" else [])
+def test_entry_points_join_and_taken_names_are_left_out(tmp_path, monkeypatch):
+    """As in `importlib.metadata.entry_points`, the first package of a name on the path counts."""
+    packages = {
+        "a/one": "[group]\nfloor = math:floor\nsquare = math:floor\n[other]\nsin = math:sin\n",
+        "b/two": "[group]\nfloor = math:ceil\n",
+        "c/three": "[group]\nfloor = math:floor\n",
+        "d/one": "[group]\nfloor = math:trunc\n",
+        "e/four": "[groups]\ncos = math:cos\n",
+    }
+    for place, points in packages.items():
+        info = tmp_path / f"{place}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {info.name.partition('-')[0]}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(points)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / place) for place in "abcde"])
+    standard = {(point.name, point.value) for point in importlib.metadata.entry_points(group="group")}
+    assert standard == {("floor", "math:floor"), ("square", "math:floor"), ("floor", "math:ceil")}
     table = Registry[object]("function", OWN, group="group")
     with pytest.warns(UserWarning) as caught:
         assert table.names() == ("square", "missing", "floor")
