@@ -39,8 +39,7 @@ def _unchanged(records: Records) -> Records:
     return records
 
 
-@dataclasses.dataclass(frozen=True)
-class Caller:
+class Caller(NamedTuple):
     """Caller of a restore; see `orbax_t5x.provenance.decision` for its kind.
 
     `agree` returns the records that all processes of a collective restore use; each process calls it once, with what it

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -69,8 +69,7 @@ class TargetLeaf:
         return self.layout if self.layout is not None else self.sharding
 
 
-@dataclasses.dataclass(frozen=True)
-class MissingLeaf:
+class MissingLeaf(NamedTuple):
     """A leaf of the target that nothing fills.
 
     `is_none`: the checkpoint has None under the name. `is_reset`: a transform found that it has no counterpart.

@@ -8,11 +8,10 @@ bytes and numbers in, entries out.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -62,8 +61,7 @@ DTYPES: dict[str, np.dtype] = {
 _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor: its bytes are [start, stop) of the file.
 
     Attributes:

@@ -62,8 +62,7 @@ class Piece(NamedTuple):
         return self.entry.view
 
 
-@dataclasses.dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """Stages of reads, and the most memory beside the results."""
 
     pieces: tuple[tuple[Piece, ...], ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -140,8 +139,7 @@ def _finish(actions: Sequence[_Action], entry: PlanEntry) -> None:
             action()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Copy:
+class _Copy(NamedTuple):
     source: np.ndarray
     out: np.ndarray
 
