@@ -201,7 +201,9 @@ def _add_memory_limit(parser: argparse.ArgumentParser) -> None:
 def _add_mapping(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the use of leaves."""
     parser.add_argument(
-        "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
+        "--target",
+        metavar="PATH",
+        help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)",
     )
     parser.add_argument("--target-item", help="the item of the target's Orbax step")
     _add_rules(parser, "the source")
@@ -340,6 +342,6 @@ def _add_others(commands) -> None:
         commands,
         "completion",
         "print a script that completes commands and options in a shell",
-        'For bash: eval "$(orbax-t5x completion bash)" in ~/.bashrc; for zsh alike in ~/.zshrc.',
+        'For bash: eval "$(orbax-t5x completion bash)" in ~/.bashrc; for zsh alike in ~/.zshrc, after compinit.',
     )
-    completion.add_argument("shell", choices=("bash", "zsh"), help="the shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")

@@ -11,19 +11,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def script(capsys):
-    assert main(["completion", "bash"]) == 0
-    return capsys.readouterr().out
-
-
-@pytest.fixture
-def complete(script, tmp_path):
+def complete(capsys, tmp_path):
     """What bash would offer for a line; the last word is the one being typed."""
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
 
     def complete(*words):
         quoted = " ".join(f"'{word}'" for word in ("orbax-t5x", *words))
-        call = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _orbax_t5x"
-        code = f"{script}\n{call}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
+        find = "name=$(complete -p orbax-t5x | sed 's/.*-F \\([^ ]*\\).*/\\1/')"
+        call = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; $name 2>/dev/null"
+        code = f"{script}\n{find}\n{call}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
         done = subprocess.run(
             ["bash", "--norc", "--noprofile", "-c", code], capture_output=True, text=True, timeout=800, cwd=tmp_path
         )
@@ -35,7 +32,8 @@ def complete(script, tmp_path):
 
 def test_commands_and_their_options(complete):
     assert complete("in") == ["inspect"]
-    assert {"inspect", "plan", "convert", "demo", "completion", "--help", "--version"} <= set(complete(""))
+    assert {"inspect", "plan", "convert", "demo", "completion"} <= set(complete(""))
+    assert {"--help", "--version"} <= set(complete("--"))
     assert complete("convert", "--ov") == ["--overwrite"]
     assert complete("convert", "source", "dest", "--form") == ["--format"]
     assert complete("nothing", "--a") == []
@@ -44,14 +42,18 @@ def test_commands_and_their_options(complete):
 def test_values_of_options(complete):
     assert complete("convert", "--format", "") == ["orbax", "safetensors"]
     assert complete("plan", "a", "--resuming", "y") == ["yes"]
-    assert complete("completion", "") == ["bash", "zsh"]
+    assert complete("completion", "") == ["bash", "zsh", "fish"]
     assert complete("plan", "x", "--rules", "t5_minimal") == ["t5_minimal_to_scanned", "t5_minimal_to_unscanned"]
     assert set(complete("convert", "--rules", "")) - {"auto"} <= set(ot.rules.__all__)
 
 
-def test_names_of_files_are_left_to_the_shell(complete, script):
-    assert complete("convert", "") == complete("plan", "a", "--map", "") == []
-    assert "complete -o default -F _orbax_t5x orbax-t5x" in script
+def test_names_of_files(complete, tmp_path):
+    for name in ("model.ckpt-3.index", "rules.json", "other"):
+        (tmp_path / name).touch()
+    assert complete("convert", "mod") == complete("diff", "a", "mod") == ["model.ckpt-3.index"]
+    assert complete("plan", "a", "--map", "ru") == complete("convert", "a", "ru") == ["rules.json"]
+    assert complete("plan", "a", "--target", "o") == complete("verify", "--item", "x", "o") == ["other"]
+    assert complete("plan", "a", "--given", "o") == []
 
 
 def test_every_option_that_is_completed_is_taken(complete):
@@ -62,7 +64,8 @@ def test_every_option_that_is_completed_is_taken(complete):
         assert options and all(option in taken for option in options)
 
 
-def test_zsh_runs_the_same_script(capsys, script):
-    assert main(["completion", "zsh"]) == 0
-    said = capsys.readouterr().out
-    assert said.endswith(script) and said.removesuffix(script).splitlines()[-1].endswith("bashcompinit")
+@pytest.mark.parametrize(("shell", "first"), [("zsh", "#compdef orbax-t5x"), ("fish", "complete -c orbax-t5x")])
+def test_other_shells_have_scripts_of_their_own(capsys, shell, first):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert first in script and "t5_minimal_to_scanned" in script
