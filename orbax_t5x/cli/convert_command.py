@@ -13,8 +13,7 @@ import numpy as np
 from orbax_t5x.cli.arguments import read_json_object
 from orbax_t5x.cli.mapping import MappingOptions, answers_as_options, plan_options
 from orbax_t5x.errors import CheckpointNotFoundError
-from orbax_t5x.files.places import files_at, opening
-from orbax_t5x.files.schemes import scheme_of
+from orbax_t5x.files.places import files_at, opening, scheme_of
 from orbax_t5x.operations.convert.convert import ConvertReport, convert_for
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME

@@ -8,10 +8,9 @@ the caller named, may be a symlink to anywhere.
 
 from __future__ import annotations
 
-import abc
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -116,40 +115,6 @@ class StoredFile(FilePlace, Protocol):
         ...
 
 
-class Snapshot(abc.ABC):
-    """Record of files at the opening, compared once in each execution.
-
-    Attributes:
-      is_remote: whether they are in a remote store; local files TensorStore reads by itself.
-      is_near: whether that store answers at once.
-      is_for_all: whether this process compares them for all processes of its job, also if it reads nothing of them.
-    """
-
-    is_remote = False
-    is_near = False
-    is_for_all = False
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._checked_in: weakref.ref[object] | None = None
-
-    def was_checked(self, execution: object) -> bool:
-        """Reports whether `check_unchanged` has been called in this execution."""
-        checked = self._checked_in
-        return checked is not None and checked() is execution
-
-    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
-        """Compares the files once in each execution; blocks."""
-        with self._lock:
-            if not self.was_checked(execution):
-                self._compare(leaf)
-                self._checked_in = weakref.ref(execution)
-
-    @abc.abstractmethod
-    def _compare(self, leaf: str | None) -> None:
-        """Compares the files with those at the opening."""
-
-
 class ArrayDirectory(NamedTuple):
     """Directory of an array that TensorStore reads by itself.
 
@@ -220,20 +185,23 @@ class Files(FilePlace, Named, Protocol):
     Attributes:
       named: the root as the caller named it, absolute: symlinks are not resolved.
       can_list: whether the store lists its files; web servers do not.
+      compares_for_all: whether this process compares stamps for all processes of its job.
     """
 
     named: str
     can_list: bool
+    compares_for_all: bool = False
+
+    @property
+    def is_near(self) -> bool:
+        """True if a remote store answers at once."""
+        return False
 
     # -- the root itself; the caller's symlinks are followed
 
     def is_link(self) -> bool:
         """Reports whether the root is a symlink; a URL is not."""
         return False
-
-    def is_file(self) -> bool:
-        """Tests if the root is a file, or a link to it."""
-        ...
 
     def is_directory(self) -> bool:
         """Tests if the root is a directory, or has files below."""
@@ -276,10 +244,6 @@ class Files(FilePlace, Named, Protocol):
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
         """Reports for each name whether the file exists inside the root."""
-        ...
-
-    def require_file(self, name: str) -> None:
-        """Raises unless a file of this name exists inside the root."""
         ...
 
     def look(self, name: str = "", *, head: int, tail: int) -> Look:
@@ -343,26 +307,29 @@ class Files(FilePlace, Named, Protocol):
     def require_plain(self, name: str, *, leaf: str | None = None) -> None:
         """Proves that a directory holds only plain files, any depth."""
 
-    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Snapshot:
-        """Remembers files and directories.
+    def stamp(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Any:
+        """Returns data that change when files and directories do.
 
-        Of a remote store it remembers only the file `metadata`, which describes them.
+        Of a remote store only the file `metadata`, which describes them, is looked at.
+        """
+        ...
+
+    def require_stamp(self, names: Sequence[str], metadata: str, stamp: Any, *, leaf: str | None = None) -> Any:
+        """Compares files with their stamp at the opening.
+
+        Returns the stamp for the next comparison.
+
+        Raises:
+          CheckpointGoneError: they changed.
         """
         ...
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
         """Opens the directory of an array once.
 
-        Returns all that opening the array needs; see `snapshot`.
+        Returns all that opening the array needs.
         """
         ...
-
-    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
-        """Runs a check of files that a library reads by itself.
-
-        `what` and `name` are for its errors.
-        """
-        check()
 
     def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
         """Returns an array's metadata, or None if they must be read."""
@@ -370,3 +337,28 @@ class Files(FilePlace, Named, Protocol):
 
     def note_array(self, array: Any) -> None:
         """Notes an array that TensorStore has opened, for `known_metadata`."""
+
+
+class Snapshot:
+    """Files at the opening, compared once in each execution."""
+
+    def __init__(self, files: Files, names: Sequence[str], metadata: str, *, leaf: str | None = None):
+        """Looks at files; see `Files.stamp`."""
+        self._files = files
+        self._names = tuple(names)
+        self._metadata = metadata
+        self._stamp = files.stamp(self._names, metadata, leaf=leaf)
+        self._lock = threading.Lock()
+        self._checked_in: weakref.ref[object] | None = None
+
+    def was_checked(self, execution: object) -> bool:
+        """Reports whether `check_unchanged` has been called in this execution."""
+        checked = self._checked_in
+        return checked is not None and checked() is execution
+
+    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+        """Compares the files once in each execution; blocks."""
+        with self._lock:
+            if not self.was_checked(execution):
+                self._stamp = self._files.require_stamp(self._names, self._metadata, self._stamp, leaf=leaf)
+                self._checked_in = weakref.ref(execution)

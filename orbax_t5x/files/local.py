@@ -40,7 +40,7 @@ from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.windows import fill_held, is_held
 
 # Of chunked arrays only.
-_tree_snapshot: Callable[..., Snapshot] = on_demand.function("orbax_t5x.files.tree_checks", "TreeSnapshot")
+_tree_stamp: Callable[..., str] = on_demand.function("orbax_t5x.files.tree_checks", "tree_stamp")
 _check_tree = on_demand.function("orbax_t5x.files.tree_checks", "check_tree")
 _list_directory = on_demand.function("orbax_t5x.files.tree_checks", "list_directory")
 
@@ -83,9 +83,6 @@ class File:
             return
         fd = self._files.acquire(self, leaf)
         try:
-            if len(buffers) <= _MAX_BUFFERS:
-                self._fill(fd, offset, buffers, leaf)
-                return
             for first in range(0, len(buffers), _MAX_BUFFERS):
                 offset = self._fill(fd, offset, buffers[first : first + _MAX_BUFFERS], leaf)
         finally:
@@ -108,14 +105,13 @@ class File:
             return
         fd = self._files.acquire(self, leaf)
         try:
-            if FileIdentity.of(os.fstat(fd)) != self._identity:
-                raise CheckpointGoneError("changed after the checkpoint was opened", path=self.path, leaf=leaf)
+            found = os.fstat(fd)
         except OSError as error:
-            if isinstance(error, CheckpointGoneError):
-                raise
             raise io_error(error, "reading its status", path=self.path, leaf=leaf) from error
         finally:
             self._files.release(self)
+        if FileIdentity.of(found) != self._identity:
+            raise CheckpointGoneError("changed after the checkpoint was opened", path=self.path, leaf=leaf)
 
     def _fill(self, fd: int, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> int:
         missing = sum([buffer.nbytes for buffer in buffers])
@@ -202,9 +198,6 @@ class LocalFiles(Root, Files):
     def is_link(self) -> bool:
         return os.path.islink(self.named)
 
-    def is_file(self) -> bool:
-        return os.path.isfile(self.named)
-
     def is_directory(self) -> bool:
         return os.path.isdir(self.named)
 
@@ -216,21 +209,9 @@ class LocalFiles(Root, Files):
 
     def subdirectories(self) -> Subdirectories:
         found = Subdirectories([], [])
-        links: list[str] = []
-        try:
-            with os.scandir(self.named) as entries:
-                for entry in entries:
-                    if entry.is_symlink():
-                        links.append(entry.name)
-                    elif entry.is_dir(follow_symlinks=False):
-                        found.inside.append(entry.name)
-        except FileNotFoundError:
-            raise CheckpointGoneError("the directory vanished while it was listed", path=self.named) from None
-        except OSError as error:
-            raise io_error(error, "listing it", path=self.named) from error
-        for name in links:
+        for name, entry in _list_directory(self.named).items():
             try:
-                if os.path.isdir(self.locate(name)):
+                if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(self.locate(name))):
                     found.inside.append(name)
             except UnsafeCheckpointError:
                 found.outside.append(name)
@@ -241,33 +222,31 @@ class LocalFiles(Root, Files):
     # -- names below
 
     def exists(self, name: str = "") -> bool:
+        return self._mode(name) is not None
+
+    def _mode(self, name: str) -> int | None:
+        """Returns the mode of a name without following a link, or None."""
         path = os.path.join(self.named, name) if name else self.named
         try:
-            os.lstat(path)
-            return True
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+            return os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
+            return None
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                return False
+                return None
             raise io_error(error, "reading its status", path=path) from error
 
     def has_file(self, name: str) -> bool:
-        path = os.path.join(self.named, name)
+        mode = self._mode(name)
+        if mode is None or not stat.S_ISLNK(mode):
+            return mode is not None and stat.S_ISREG(mode)
         try:
-            mode = os.lstat(path).st_mode
-            if not stat.S_ISLNK(mode):
-                return stat.S_ISREG(mode)
             self.stat(name)
-            return True
         except CheckpointIOError:
             raise
-        except UnsafeCheckpointError:
-            return True
-        except (FileNotFoundError, NotADirectoryError, CheckpointError, ValueError):  # ValueError: a NUL in the path
-            return False
-        except OSError as error:
-            raise io_error(error, "reading its status", path=path) from error
+        except CheckpointError as error:
+            return isinstance(error, UnsafeCheckpointError)
+        return True
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
         return [self._has_inside(name) for name in names]
@@ -279,29 +258,22 @@ class LocalFiles(Root, Files):
             return False
         return True
 
-    def require_file(self, name: str) -> None:
-        self.stat(name)
-
     def look(self, name: str = "", *, head: int, tail: int) -> Look:
         if name:
             return self._look_inside(name, head, tail)
         try:
             mode = os.stat(self.named).st_mode
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
-            return Look("missing")
-        except OSError as error:
-            raise io_error(error, "reading its status", path=self.named) from error
-        try:
             if stat.S_ISDIR(mode):
                 return Look("directory", names=frozenset(os.listdir(self.named)))
             if not stat.S_ISREG(mode):
                 return Look("special")
             opened = Descriptor(self.named, _OPEN_FLAGS)
-            return _look_at(opened, os.fstat(opened.number), self.named, head, tail)
+            found = os.fstat(opened.number)
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
+            return Look("missing")
         except OSError as error:
-            if isinstance(error, CheckpointIOError):
-                raise
             raise io_error(error, "reading its status", path=self.named) from error
+        return _look_at(opened, found, self.named, head, tail)
 
     def _look_inside(self, name: str, head: int, tail: int) -> Look:
         try:
@@ -333,8 +305,6 @@ class LocalFiles(Root, Files):
                 size += len(piece)
             return b"".join(pieces)
         except OSError as error:
-            if isinstance(error, CheckpointIOError):
-                raise
             raise io_error(error, "reading it", path=path, leaf=leaf) from error
         finally:
             opened.close()
@@ -418,7 +388,7 @@ class LocalFiles(Root, Files):
     # -- what TensorStore reads by itself
 
     def kvstore(self, name: str) -> dict[str, Any]:
-        return _file_kvstore(self.locate(name) if name else self.path)
+        return {"driver": "file", "path": self.locate(name) if name else self.path}
 
     def entries(self, name: str) -> dict[str, bool]:
         found = _list_directory(self.locate(name) if name else self.path)
@@ -427,18 +397,23 @@ class LocalFiles(Root, Files):
     def require_plain(self, name: str, *, leaf: str | None = None) -> None:
         _check_tree(self, name, leaf=leaf)
 
-    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Snapshot:
-        return _tree_snapshot(self, names, leaf=leaf)
+    def stamp(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Any:
+        return _tree_stamp(self, names, leaf=leaf)
+
+    def require_stamp(self, names: Sequence[str], metadata: str, stamp: Any, *, leaf: str | None = None) -> Any:
+        if self.stamp(names, metadata, leaf=leaf) != stamp:
+            raise CheckpointGoneError("changed after the checkpoint was opened", path=self.join(names[0]), leaf=leaf)
+        return stamp
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
         with self._walk(directory, leaf) as (fd, last, path):
             found = os.fstat(fd) if last is None else os.stat(last, dir_fd=fd, follow_symlinks=False)
-            files = self.snapshot([directory], metadata, leaf=leaf)
+            files = Snapshot(self, [directory], metadata, leaf=leaf)
             data = _read_plain(fd, metadata, limit) if last is None else None
         if data is None:
             # A link, or something that is wrong: the walk down the whole name follows it, or raises the error.
             data = self.read_whole(f"{directory}/{metadata}", limit=limit, leaf=leaf, bound="Limits.json_bytes")
-        return ArrayDirectory(path, (found.st_dev, found.st_ino), _file_kvstore(path), data, files)
+        return ArrayDirectory(path, (found.st_dev, found.st_ino), {"driver": "file", "path": path}, data, files)
 
 
 def _look_at(opened: Descriptor, found: os.stat_result, path: str, head: int, tail: int) -> Look:
@@ -453,10 +428,6 @@ def _look_at(opened: Descriptor, found: os.stat_result, path: str, head: int, ta
         raise io_error(error, "reading its first bytes", path=path) from error
     finally:
         opened.close()
-
-
-def _file_kvstore(path: str) -> dict[str, Any]:
-    return {"driver": "file", "path": path}
 
 
 def _read_plain(directory: int, name: str, limit: int) -> bytes | None:

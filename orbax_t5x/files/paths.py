@@ -170,7 +170,7 @@ class Root:
 
     def join(self, name: str) -> str:
         """Returns the path of a name, for messages."""
-        return os.path.join(self.path, name)
+        return os.path.join(self.path, name) if name else self.path
 
     @contextlib.contextmanager
     def _walk(self, name: str, leaf: str | None) -> Generator[tuple[int, str | None, str], None, None]:

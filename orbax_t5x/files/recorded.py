@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
 from orbax_t5x.files.descriptor import Descriptor
-from orbax_t5x.files.interface import ArrayDirectory, Look, Subdirectories
+from orbax_t5x.files.interface import ArrayDirectory, Look, Snapshot, Subdirectories
 from orbax_t5x.files.local import File, LocalFiles
 from orbax_t5x.files.paths import FileIdentity
 from orbax_t5x.files.transcript import Transcript, Viewpoint
-from orbax_t5x.files.tree_checks import TreeSnapshot
+from orbax_t5x.files.tree_checks import described_files
 
 
 def _same(value: Any) -> Any:
@@ -56,6 +56,23 @@ def _answered(ask: Callable[..., Any], pack: Callable[[Any], Any] = _same, unpac
     return method
 
 
+class _TreeStamp(NamedTuple):
+    """Files under some names.
+
+    Attributes:
+      digest: of all that is known of them.
+      files, nbytes: how many there are, and how many bytes.
+      sizes: digest of their names and sizes.
+      viewpoint: of the stamp of another process, which may have another disk.
+    """
+
+    digest: str
+    files: int
+    nbytes: int
+    sizes: str
+    viewpoint: Viewpoint | None = None
+
+
 class RecordedFiles(LocalFiles):
     """Local files of an opening that processes share.
 
@@ -68,7 +85,6 @@ class RecordedFiles(LocalFiles):
         self.transcript = transcript
 
     is_link = _answered(LocalFiles.is_link)
-    is_file = _answered(LocalFiles.is_file)
     is_directory = _answered(LocalFiles.is_directory)
     names = _answered(LocalFiles.names)
     subdirectories = _answered(LocalFiles.subdirectories, list, Subdirectories._make)
@@ -85,13 +101,36 @@ class RecordedFiles(LocalFiles):
     def file(self, name: str, *, leaf: str | None = None) -> RecordedFile:
         return RecordedFile(self, name, self.stat(name, leaf=leaf), self.transcript)
 
-    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> RecordedTree:
-        return RecordedTree(self, names, self.transcript, leaf=leaf)
+    def stamp(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> _TreeStamp:
+        request, look = ["tree", self.path, leaf, *names], partial(self._look, names, leaf)
+        found = self.transcript.answer(request, look, list, _TreeStamp._make)
+        return found._replace(viewpoint=self.transcript.viewpoint)
+
+    def require_stamp(self, names: Sequence[str], metadata: str, stamp: Any, *, leaf: str | None = None) -> _TreeStamp:
+        here = self._look(names, leaf)
+        if stamp.viewpoint is not None and here[1:4] != stamp[1:4]:
+            described = (f"{seen.files} files of {seen.nbytes} bytes" for seen in (here, stamp))
+            message, fix = stamp.viewpoint.difference("what is stored there", *described)
+            raise CheckpointGoneError(message, path=self.join(names[0]), leaf=leaf, fix=fix)
+        if stamp.viewpoint is None and here != stamp:
+            raise CheckpointGoneError("changed after the checkpoint was opened", path=self.join(names[0]), leaf=leaf)
+        return here
+
+    def _look(self, names: Sequence[str], leaf: str | None) -> _TreeStamp:
+        digest, sizes = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+        files = nbytes = 0
+        for found in described_files(self, names, leaf):
+            directory, described = found
+            digest.update(repr(found).encode("utf-8", "surrogateescape"))
+            sizes.update(repr((directory, [one[:2] for one in described])).encode("utf-8", "surrogateescape"))
+            files += len(described)
+            nbytes += sum([one[1] for one in described])
+        return _TreeStamp(digest.hexdigest(), files, nbytes, sizes.hexdigest())
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
         def received(data: list[Any]) -> ArrayDirectory:
             path, identity, kvstore, text = data
-            files = self.snapshot([directory], metadata, leaf=leaf)
+            files = Snapshot(self, [directory], metadata, leaf=leaf)
             return ArrayDirectory(path, tuple(identity), kvstore, text.encode("latin-1"), files)
 
         return self.transcript.answer(
@@ -100,9 +139,6 @@ class RecordedFiles(LocalFiles):
             lambda found: [found.path, found.identity, found.kvstore, found.metadata.decode("latin-1")],
             received,
         )
-
-    def checked(self, what: str, name: str, check: Callable[[], None]) -> None:
-        self.transcript.answer([what, self.named, name], check)
 
     def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
         found = self.transcript.find(_array_place(kvstore))
@@ -157,53 +193,3 @@ class RecordedFile(File):
     def _difference(self, viewpoint: Viewpoint, here: object, leaf: str | None) -> CheckpointGoneError:
         message, fix = viewpoint.difference("its size in bytes", here, self._identity.size)
         return CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
-
-
-class _Seen(NamedTuple):
-    """Files under some names.
-
-    Attributes:
-      digest: of all that is known of them.
-      files, nbytes: how many there are, and how many bytes.
-      sizes: digest of their names and sizes.
-    """
-
-    digest: str
-    files: int
-    nbytes: int
-    sizes: str
-
-
-class RecordedTree(TreeSnapshot):
-    """Files under some names, of an opening that processes share."""
-
-    def __init__(self, root: LocalFiles, names: Sequence[str], transcript: Transcript, *, leaf: str | None = None):
-        self._transcript = transcript
-        self._viewpoint = transcript.viewpoint
-        super().__init__(root, names, leaf=leaf)
-
-    def _first_look(self, leaf: str | None) -> _Seen:
-        request = ["tree", self._root.path, leaf, *self._names]
-        return self._transcript.answer(request, partial(self._look, leaf), list, _Seen._make)
-
-    def _look(self, leaf: str | None) -> _Seen:
-        digest, sizes = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
-        files = nbytes = 0
-        for found in self._found(leaf):
-            directory, described = found
-            digest.update(repr(found).encode("utf-8", "surrogateescape"))
-            sizes.update(repr((directory, [one[:2] for one in described])).encode("utf-8", "surrogateescape"))
-            files += len(described)
-            nbytes += sum([one[1] for one in described])
-        return _Seen(digest.hexdigest(), files, nbytes, sizes.hexdigest())
-
-    def _compare(self, leaf: str | None) -> None:
-        if self._viewpoint is None:
-            super()._compare(leaf)
-            return
-        here, there = self._look(leaf), self._seen
-        if here[1:] != there[1:]:
-            described = (f"{seen.files} files of {seen.nbytes} bytes" for seen in (here, there))
-            message, fix = self._viewpoint.difference("what is stored there", *described)
-            raise CheckpointGoneError(message, path=self._path, leaf=leaf, fix=fix)
-        self._seen, self._viewpoint = here, None

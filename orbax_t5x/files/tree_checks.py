@@ -13,7 +13,6 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
-from orbax_t5x.files.interface import Snapshot
 from orbax_t5x.files.paths import Root, io_error
 
 
@@ -44,7 +43,7 @@ def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str,
     while pending:
         directory = pending.pop()
         prefix = f"{directory}/" if directory else ""
-        found = list_directory(root.join(directory) if directory else root.path, leaf=leaf)
+        found = list_directory(root.join(directory), leaf=leaf)
         files: list[os.DirEntry[str]] = []
         for entry_name in sorted(found):
             entry = found[entry_name]
@@ -65,61 +64,42 @@ def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str,
         yield directory, files
 
 
-class TreeSnapshot(Snapshot):
-    """Record of plain files, to recognise them before reading.
+def tree_stamp(root: Root, names: Sequence[str], *, leaf: str | None = None) -> str:
+    """Stats every file under some names, and returns a digest.
 
-    They are under some names of a checkpoint. A library that opens files by itself keeps none of them open for us, so
-    each execution stats them once: the same names, and for each the same size, modification time and inode. What
-    changes after that stat, while the library reads, is not noticed here. Kept is one digest, however many files there
-    are.
+    A library that opens files by itself keeps none of them open for us, so each execution stats them once: the same
+    names, and for each the same size, modification time and inode. What changes after that stat, while the library
+    reads, is not noticed here. Kept is one digest, however many files there are.
     """
+    digest = hashlib.blake2b(digest_size=16)
+    for found in described_files(root, names, leaf):
+        digest.update(repr(found).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
-    def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):
-        """Stats files and directories by names."""
-        super().__init__()
-        self._root = root
-        self._names = tuple(names)
-        self._seen = self._first_look(leaf)
 
-    @property
-    def _path(self) -> str:
-        return self._root.join(self._names[0]) if self._names[0] else self._root.path
-
-    def _compare(self, leaf: str | None) -> None:
-        if self._look(leaf) != self._seen:
-            raise CheckpointGoneError("changed after the checkpoint was opened", path=self._path, leaf=leaf)
-
-    def _first_look(self, leaf: str | None) -> object:
-        return self._look(leaf)
-
-    def _look(self, leaf: str | None) -> object:
-        """Stats every file once and returns a digest."""
-        digest = hashlib.blake2b(digest_size=16)
-        for found in self._found(leaf):
-            digest.update(repr(found).encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
-
-    def _found(self, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
-        """Yields the directories of the names with their files' identities."""
-        for name in self._names:
-            path = self._root.join(name) if name else self._root.path
-            try:
-                found = os.lstat(path)
-                if stat.S_ISLNK(found.st_mode):
-                    found = os.stat(self._root.locate(name, leaf=leaf))
-                if not stat.S_ISDIR(found.st_mode):
-                    found = self._root.stat(name, leaf=leaf)
-                    yield name, [("", found.st_size, found.st_mtime_ns, found.st_ino)]
-                    continue
-                for directory, files in _plain_files(self._root, name, leaf):
-                    # Every chunk of every array passes here: no object is made per file but this tuple.
-                    yield (
-                        directory,
-                        [(entry.name, (at := entry.stat()).st_size, at.st_mtime_ns, at.st_ino) for entry in files],
-                    )
-            except OSError as error:
-                if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
-                    raise
-                if isinstance(error, FileNotFoundError):
-                    raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
-                raise io_error(error, "reading its status", path=path, leaf=leaf) from error
+def described_files(
+    root: Root, names: Sequence[str], leaf: str | None
+) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
+    """Yields the directories of the names with their files' identities."""
+    for name in names:
+        path = root.join(name)
+        try:
+            found = os.lstat(path)
+            if stat.S_ISLNK(found.st_mode):
+                found = os.stat(root.locate(name, leaf=leaf))
+            if not stat.S_ISDIR(found.st_mode):
+                found = root.stat(name, leaf=leaf)
+                yield name, [("", found.st_size, found.st_mtime_ns, found.st_ino)]
+                continue
+            for directory, files in _plain_files(root, name, leaf):
+                # Every chunk of every array passes here: no object is made per file but this tuple.
+                yield (
+                    directory,
+                    [(entry.name, (at := entry.stat()).st_size, at.st_mtime_ns, at.st_ino) for entry in files],
+                )
+        except OSError as error:
+            if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
+                raise
+            if isinstance(error, FileNotFoundError):
+                raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
+            raise io_error(error, "reading its status", path=path, leaf=leaf) from error

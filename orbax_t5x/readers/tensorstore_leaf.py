@@ -108,7 +108,7 @@ class TensorStoreLeaf(Leaf):
         if absent_is_fill:
             grid = tuple([-(-size // cell) for size, cell in zip(self.shape, shard, strict=True)])
             self._stored = StoredChunks(shard, grid, limits.chunks)
-        self.is_remote: bool = files.is_remote
+        self.is_remote: bool = root.is_remote
 
     @property
     def checksums(self) -> Checksums | None:
@@ -168,7 +168,7 @@ class TensorStoreLeaf(Leaf):
         await looking
 
     async def check_for_all(self, stats: ReadStats) -> None:
-        if self._files.is_for_all and not self._files.was_checked(stats.execution):
+        if self._root.compares_for_all and not self._files.was_checked(stats.execution):
             await run_in_pool(waiting_pool(), self._files.check_unchanged, stats.execution, leaf=self.name)
 
     async def _read(self, requests: Sequence[Request], stats: ReadStats) -> None:
@@ -237,7 +237,7 @@ class TensorStoreLeaf(Leaf):
                 require_memory(decoded_bytes, f"decoding a chunk of shape {chunks}")
         array = self._opened()
         if isinstance(array, FetchedArray):
-            absent = await array.read(requests, self.name, decoding, is_near=self._files.is_near)
+            absent = await array.read(requests, self.name, decoding, is_near=self._root.is_near)
             stats.count(0, fill_chunks=absent)
             return
         count = 1 if chunks == self.shape else count_chunks([box for box, _ in requests], chunks)

@@ -22,8 +22,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.paths import LEADS_OUT, whole_url
-from orbax_t5x.files.places import files_at
-from orbax_t5x.files.schemes import FILE_SUFFIXES
+from orbax_t5x.files.places import FILE_SUFFIXES, files_at
 from orbax_t5x.readers.detect.probe import PathProbe, is_sstable, probe_path, subdirectories
 from orbax_t5x.readers.format import Format
 from orbax_t5x.readers.orbax.steps import finished_steps, step_of_name

@@ -33,9 +33,9 @@ def test_files_that_are_not_there(store):
     names = ["index", "nothing", "data/0", "data/1"]
     store.stat_ahead(names)
     assert store.has_files(names) == [True, False, True, False] == [store.has_file(name) for name in names]
-    store.require_file("index")
+    store.file("index")
     with pytest.raises(CheckpointNotFoundError):
-        store.require_file("nothing")
+        store.file("nothing")
     with pytest.raises(CheckpointError):
         store.read_whole("nothing", limit=100)
 

@@ -6,6 +6,7 @@ import pytest
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError
+from orbax_t5x.files.interface import Snapshot
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.places import files_at, using
 from orbax_t5x.files.recorded import RecordedFiles
@@ -14,7 +15,6 @@ from orbax_t5x.files.transcript import Transcript, Viewpoint
 HERE = Viewpoint(3, 0)
 QUESTIONS = {
     "is_link": lambda files: files.is_link(),
-    "is_file": lambda files: files.is_file(),
     "is_directory": lambda files: files.is_directory(),
     "names": lambda files: files.names(),
     "subdirectories": lambda files: files.subdirectories(),
@@ -31,7 +31,6 @@ QUESTIONS = {
     "plain": lambda files: files.require_plain("array"),
     "array": lambda files: files.array_directory("array", "0", limit=100)[:4],
     "error": lambda files: error_of(lambda: files.read_whole("nothing", limit=1)),
-    "checked": lambda files: files.checked("database", "array", lambda: None),
 }
 
 
@@ -78,12 +77,6 @@ def test_nothing_is_recorded_outside_of_an_opening(root):
         assert type(files_at(str(root))) is RecordedFiles
 
 
-def test_a_check_that_passed_elsewhere_is_not_made_again(root):
-    _, received = received_after(root, lambda files: files.checked("database", "array", lambda: None))
-    with using(received):
-        files_at(str(root)).checked("database", "array", lambda: pytest.fail("it was made"))
-
-
 def test_metadata_of_arrays_are_known_to_the_others(root):
     array = ts.open(
         {"driver": "zarr", "kvstore": f"file://{root}/zarr/"}, dtype="int8", shape=[2], create=True
@@ -116,9 +109,9 @@ def test_a_file_of_another_disk_is_read(root):
 
 @pytest.mark.parametrize("size", [4, 5])
 def test_a_tree_is_compared_by_its_sizes_at_first(root, size):
-    _, received = received_after(root, lambda files: files.snapshot(["array"], "").is_for_all)
+    _, received = received_after(root, lambda files: Snapshot(files, ["array"], ""))
     with using(received):
-        tree = files_at(str(root)).snapshot(["array"], "")
+        tree = Snapshot(files_at(str(root)), ["array"], "")
     (root / "array" / "copy").write_bytes(b"other"[:size])
     (root / "array" / "copy").replace(root / "array" / "0")
     if size == 4:

@@ -3,7 +3,7 @@
 import pytest
 
 from orbax_t5x.errors import UnsupportedCheckpointError
-from orbax_t5x.files.schemes import SCHEMES, Scheme, scheme_of
+from orbax_t5x.files.places import SCHEMES, Scheme, scheme_of
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ import os
 import pytest
 
 from orbax_t5x.errors import CheckpointGoneError, CorruptCheckpointError, UnsafeCheckpointError
+from orbax_t5x.files.interface import Snapshot
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import Root
-from orbax_t5x.files.tree_checks import TreeSnapshot, check_tree, list_directory
+from orbax_t5x.files.tree_checks import check_tree, list_directory
 
 
 class Execution:
@@ -78,7 +80,7 @@ def replace(tree):
     ids=["touched", "replaced", "added", "removed", "cut"],
 )
 def test_what_changed_since_it_was_seen_is_gone(tree, act):
-    files = TreeSnapshot(Root(tree), ["array"])
+    files = Snapshot(LocalFiles(tree), ["array"], "")
     files.check_unchanged(Execution(), leaf="w")
     act(tree)
     with pytest.raises(CheckpointGoneError, match="changed after the checkpoint was opened"):
@@ -86,7 +88,7 @@ def test_what_changed_since_it_was_seen_is_gone(tree, act):
 
 
 def test_one_execution_stats_once(tree):
-    files, execution = TreeSnapshot(Root(tree), ["array"]), Execution()
+    files, execution = Snapshot(LocalFiles(tree), ["array"], ""), Execution()
     assert not files.was_checked(execution)
     files.check_unchanged(execution)
     (tree / "array" / "c" / "0").unlink()

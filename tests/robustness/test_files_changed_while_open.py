@@ -10,7 +10,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError
-from orbax_t5x.files.tree_checks import TreeSnapshot
+from orbax_t5x.files.interface import Snapshot
 from tests.support.checkpoint_writers import WRITERS, orbax_writer
 
 ARRAYS = {name: np.random.default_rng(seed).random((16, 8), np.float32) for seed, name in enumerate("ab")}
@@ -182,14 +182,14 @@ def test_a_fifo_put_in_the_place_of_a_file(tmp_path, ocdbt, zarr3):
 def test_a_chunk_that_is_removed_after_the_look_before_reading_is_gone(tmp_path, monkeypatch):
     with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
         checkpointer.save(tmp_path / "item", {"w": np.arange(6, dtype=np.float32)})
-    look = TreeSnapshot.check_unchanged
+    look = Snapshot.check_unchanged
 
     def look_and_remove(self, execution, *, leaf=None):
         look(self, execution, leaf=leaf)
         (tmp_path / "item" / "w" / "0").unlink(missing_ok=True)
 
     with ot.open_checkpoint(tmp_path / "item") as checkpoint:
-        monkeypatch.setattr(TreeSnapshot, "check_unchanged", look_and_remove)
+        monkeypatch.setattr(Snapshot, "check_unchanged", look_and_remove)
         with pytest.raises(CheckpointGoneError) as caught:
             checkpoint.leaves["w"].get()
     assert caught.value.leaf == "w"

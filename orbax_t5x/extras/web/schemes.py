@@ -10,7 +10,7 @@ from orbax_t5x.extras.web.hub_location import locate
 from orbax_t5x.extras.web.hub_ranges import HubServer
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.paths import url_scheme
-from orbax_t5x.files.schemes import Scheme, StoreUrl, lower_scheme, split_url
+from orbax_t5x.files.places import Scheme, StoreUrl, lower_scheme, split_url
 
 
 def _plain_url(url: str) -> str:

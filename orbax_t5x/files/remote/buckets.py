@@ -12,6 +12,7 @@ from typing import Any, cast
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.places import Scheme, lower_scheme, split_url
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
 from orbax_t5x.files.remote.responses import (
     FIRST_DELAY_SECS,
@@ -23,7 +24,6 @@ from orbax_t5x.files.remote.responses import (
     Version,
 )
 from orbax_t5x.files.remote.server import Server
-from orbax_t5x.files.schemes import Scheme, lower_scheme, split_url
 
 # Server of a bucket of Amazon's protocol; TensorStore requires a region then, and any will do.
 _S3_ENDPOINT = "AWS_ENDPOINT_URL"

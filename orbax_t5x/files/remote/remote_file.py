@@ -100,7 +100,7 @@ class RemoteFile:
         low, high = 0, None  # the file has at least `low` bytes, and no byte at `high`
         points = _SIZE_POINTS
         while points:
-            found = self._server.have_bytes(self._key, points)
+            found = self._server.have_bytes((self._key, point) for point in points)
             count = found.index(False) if False in found else len(found)
             if count:
                 low = points[count - 1] + 1
@@ -125,7 +125,7 @@ class RemoteFile:
     def require_size(self, size: int) -> bool:
         """Reports whether the file has exactly this size."""
         if self._size is None and not self._server.is_bounded:
-            last, beyond = self._server.have_bytes(self._key, [max(0, size - 1), size])
+            last, beyond = self._server.have_bytes([(self._key, max(0, size - 1)), (self._key, size)])
             if (last or not size) and not beyond:
                 self._size = size
         return self.size == size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -14,11 +15,12 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.files.paths import split_name
+from orbax_t5x.files.places import FILE_SUFFIXES
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.remote.remote_file import RemoteFile
 from orbax_t5x.files.remote.request_errors import is_denied, remote_error
+from orbax_t5x.files.remote.responses import Version
 from orbax_t5x.files.remote.server import connect
-from orbax_t5x.files.schemes import FILE_SUFFIXES
 
 # Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket
 # lists every chunk of every array, so these are statted first, all in one batch.
@@ -55,6 +57,12 @@ class RemoteFiles(Files):
         self._is_named_directory = parsed.is_directory
         self.named: str = self.server.url(parsed.key)
         self._is_closed = False
+        transcript = self.server.transcript
+        self.compares_for_all = transcript is not None and not transcript.is_received
+
+    @property
+    def is_near(self) -> bool:
+        return self.server.clock.is_near
 
     @property
     def path(self) -> str:
@@ -66,9 +74,6 @@ class RemoteFiles(Files):
         return "/".join([self._key, *parts] if self._key else parts)
 
     # -- the root itself
-
-    def is_file(self) -> bool:
-        return self.exists()
 
     def is_directory(self) -> bool:
         return self._kind() == "directory"
@@ -138,10 +143,6 @@ class RemoteFiles(Files):
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
         return [stat is not None for stat in self.server.stat([self.key(name) for name in names])]
-
-    def require_file(self, name: str) -> None:
-        if not self.has_files([name])[0]:
-            raise CheckpointNotFoundError("no such file", path=self.join(name))
 
     def look(self, name: str = "", *, head: int, tail: int) -> Look:
         kind = "file" if name else self._kind()
@@ -228,46 +229,27 @@ class RemoteFiles(Files):
         """Returns nothing: a list names every chunk below."""
         return {}
 
-    def snapshot(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> RemoteSnapshot:
-        return RemoteSnapshot(self, metadata, leaf)
+    def stamp(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Version:
+        version = self.server.stat([self.key(metadata, leaf=leaf)])[0]
+        if version is None:
+            raise CheckpointNotFoundError("no such file", path=self.join(metadata), leaf=leaf)
+        return version
+
+    def require_stamp(self, names: Sequence[str], metadata: str, stamp: Any, *, leaf: str | None = None) -> Any:
+        """Compares the version of the file `metadata`.
+
+        A writer that changes chunks and leaves it as it was is not noticed.
+        """
+        if self.server.transcript is not None and not self.compares_for_all:
+            return stamp  # the process that opened the checkpoint compares it, once for all
+        found = self.server.stat_again([self.key(metadata, leaf=leaf)])[0]
+        if found is None or not stamp.is_followed_by(found):
+            what = "vanished" if found is None else "changed"
+            raise CheckpointGoneError(f"{what} after the checkpoint was opened", path=self.join(metadata), leaf=leaf)
+        return stamp
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
         path, name = self.locate(directory, leaf=leaf), f"{directory}/{metadata}"
-        files = self.snapshot([directory], name, leaf=leaf)
+        files = Snapshot(self, [directory], name, leaf=leaf)
         data = self.read_whole(name, limit=limit, leaf=leaf)
         return ArrayDirectory(path, path, None, data, files)
-
-
-class RemoteSnapshot(Snapshot):
-    """Snapshot by the version of a metadata file.
-
-    It stands for the files that it describes. A writer that changes chunks and leaves the metadata as it was is not
-    noticed.
-    """
-
-    is_remote = True
-
-    def __init__(self, store: RemoteFiles, name: str, leaf: str | None):
-        """Stats the file."""
-        super().__init__()
-        self._server = store.server
-        transcript = self._server.transcript
-        self._is_received = transcript is not None and transcript.is_received
-        self.is_for_all = transcript is not None and not transcript.is_received
-        self._key = store.key(name, leaf=leaf)
-        self._version = self._server.stat([self._key])[0]
-        if self._version is None:
-            raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
-
-    @property
-    def is_near(self) -> bool:
-        return self._server.clock.is_near
-
-    def _compare(self, leaf: str | None) -> None:
-        if self._is_received:
-            return  # the process that opened the checkpoint compares it, once for all
-        found = self._server.stat_again([self._key])[0]
-        if found is None or (self._version is not None and not self._version.is_followed_by(found)):
-            what = "vanished" if found is None else "changed"
-            path = self._server.url(self._key)
-            raise CheckpointGoneError(f"{what} after the checkpoint was opened", path=path, leaf=leaf)

@@ -23,7 +23,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.files.places import current_opening, current_transcript
+from orbax_t5x.files.places import StoreUrl, current_opening, current_transcript, scheme_of
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange, ReadContext
 from orbax_t5x.files.remote.request_errors import BeyondEndError, is_no_file, remote_error
 from orbax_t5x.files.remote.responses import (
@@ -34,7 +34,6 @@ from orbax_t5x.files.remote.responses import (
     Version,
     received_response,
 )
-from orbax_t5x.files.schemes import StoreUrl, scheme_of
 from orbax_t5x.files.transcript import Transcript
 
 _logger = logging.getLogger(__name__)
@@ -272,7 +271,7 @@ class Server(abc.ABC):
         # known to be small one byte beyond the limit is requested first. A bounded response names the file's size.
         unknown = [key for key in new if not self._is_within(key, limit)]
         unknown = unknown if may_be_larger or not self.is_bounded else []
-        for key, is_longer in zip(unknown, self._have_bytes([(key, limit) for key in unknown]), strict=True):
+        for key, is_longer in zip(unknown, self.have_bytes([(key, limit) for key in unknown]), strict=True):
             if is_longer:
                 raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.url(key))
         answers = self._end_all([self.begin(key, BoundedRange.whole(limit)) for key in new], "reading it")
@@ -295,11 +294,8 @@ class Server(abc.ABC):
             answer = self.end(self.begin(key, BoundedRange.whole(size)), "reading it")
         return answer and answer.data
 
-    def have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
-        """Reports for each offset whether a file has a byte there."""
-        return self._have_bytes([(key, offset) for offset in offsets])
-
-    def _have_bytes(self, places: Sequence[tuple[str, int]]) -> list[bool]:
+    def have_bytes(self, places: Iterable[tuple[str, int]]) -> list[bool]:
+        """Tests for each key and offset if there is a byte."""
         requests = [self.begin(key, BoundedRange.between(at, at + 1)) for key, at in places]
         try:
             return list(map(self._has_byte, requests))

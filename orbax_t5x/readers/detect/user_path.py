@@ -6,7 +6,7 @@ import os
 from importlib.resources.abc import Traversable
 
 from orbax_t5x.errors import CheckpointNotFoundError, for_caller
-from orbax_t5x.files.schemes import scheme_of
+from orbax_t5x.files.places import scheme_of
 from orbax_t5x.text.masked import masked
 
 UserPath = str | os.PathLike[str] | Traversable

@@ -142,7 +142,7 @@ class ItemArrays:
         try:
             if own and own not in self.plain_directories:
                 self.root.locate(inner, leaf=named.name)
-            return self.root.snapshot([inner], inside(inner, self.array_metadata), leaf=named.name)
+            return Snapshot(self.root, [inner], inside(inner, self.array_metadata), leaf=named.name)
         except (CheckpointNotFoundError, CheckpointGoneError):
             raise CorruptCheckpointError(
                 "the directory of its array is missing", path=self.root.join(inner), leaf=named.name

@@ -82,4 +82,4 @@ def _metadata_names(first: int) -> list[str]:
 def database_files(store: Files, item: str, found: ItemFiles) -> Snapshot:
     """Returns the files of an item's database."""
     store.require_plain(item)
-    return store.snapshot([inside(item, name) for name in found.database], inside(item, MANIFEST_FILE))
+    return Snapshot(store, [inside(item, name) for name in found.database], inside(item, MANIFEST_FILE))

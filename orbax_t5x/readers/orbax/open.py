@@ -32,7 +32,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import LEADS_OUT, is_name
-from orbax_t5x.files.places import files_at
+from orbax_t5x.files.places import answered, files_at
 from orbax_t5x.files.strict_json import charge_parsed, parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
@@ -303,7 +303,7 @@ class _OrbaxOpening:
             except (UnsupportedCheckpointError, LimitExceededError):  # TensorStore may read it
                 if (kvstore := self._root.kvstore(item)) is None:
                     raise
-                self._root.checked("database", item, partial(check_database, kvstore, directory, self._context))
+                answered(["database", directory], partial(check_database, kvstore, directory, self._context))
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
         texts = [node.param for node in metadata.nodes if node.value_type == "string"]
         strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}

@@ -68,7 +68,7 @@ def find_bundle(path: str) -> BundleLocation:
         return _shards_beside(path)
     if _SHARD_SUFFIX.search(path) and given.exists():
         return _find_beside_shard(_SHARD_SUFFIX.sub("", path))
-    if given.is_file():
+    if given.exists():
         return _of_file(given)
     if not given.is_remote and (first := sorted(glob.glob(f"{glob.escape(path)}-[0-9]*-of-[0-9]*"))[:1]):
         _refuse_v1(*_split_prefix(first[0]))
@@ -174,7 +174,7 @@ def _named_location(root: Files, named: str, bytes_read: int) -> BundleLocation:
     if not split_name(prefix, path=root.join(_STATE_FILE)):
         raise CorruptCheckpointError(f"model_checkpoint_path {named!r} names no file", path=root.join(_STATE_FILE))
     try:
-        root.require_file(f"{prefix}.index")
+        root.file(f"{prefix}.index")
     except CheckpointNotFoundError:
         _refuse_v1(root, prefix)
         raise CheckpointNotFoundError(
