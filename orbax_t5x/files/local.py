@@ -290,42 +290,42 @@ class LocalFiles(Root, Files):
 
     def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
         opened, found = self.open(name, leaf=leaf)
-        path = self.join(name)
-        try:
+        with opened:
             if found.st_size > limit:
-                raise LimitExceededError(f"{found.st_size} bytes, more than {bound} = {limit}", path=path, leaf=leaf)
-            pieces: list[bytes] = []
-            size = 0
-            # A file that grows while it is read ends where it ended when it was opened.
-            while size < found.st_size:
-                piece = os.pread(opened.number, min(found.st_size - size, _READ_CHUNK_BYTES), size)
-                if not piece:
-                    raise CorruptCheckpointError(f"ends after {size} bytes; it had {found.st_size}", path=path)
-                pieces.append(piece)
-                size += len(piece)
-            return b"".join(pieces)
-        except OSError as error:
-            raise io_error(error, "reading it", path=path, leaf=leaf) from error
-        finally:
-            opened.close()
+                message = f"{found.st_size} bytes, more than {bound} = {limit}"
+                raise LimitExceededError(message, path=self.join(name), leaf=leaf)
+            return self._read(opened, name, slice(0, found.st_size), leaf)
 
     def read_end(self, name: str, size: int) -> bytes:
         opened, found = self.open(name)
-        try:
-            return os.pread(opened.number, size, max(0, found.st_size - size))
-        except OSError as error:
-            raise io_error(error, "reading it", path=self.join(name)) from error
-        finally:
-            opened.close()
+        with opened:
+            return self._read(opened, name, slice(max(0, found.st_size - size), found.st_size), None)
 
     def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        leaf = context.leaf
+        self.require_open()
         try:
-            file = self.file(name, leaf=leaf)
+            opened, found = self.open(name, leaf=context.leaf)
         except CheckpointNotFoundError:
             return None
-        found = wanted.within(file.size, "the file", path=file.path, leaf=leaf)
-        return bytes(file.read(found.start, found.stop - found.start, leaf=leaf))
+        with opened:
+            place = wanted.within(found.st_size, "the file", path=self.join(name), leaf=context.leaf)
+            return self._read(opened, name, place, context.leaf)
+
+    def _read(self, opened: Descriptor, name: str, place: slice, leaf: str | None) -> bytes:
+        """Reads bytes of an open file."""
+        pieces: list[bytes] = []
+        at = place.start
+        while at < place.stop:
+            try:
+                piece = os.pread(opened.number, min(place.stop - at, _READ_CHUNK_BYTES), at)
+            except OSError as error:
+                raise io_error(error, "reading it", path=self.join(name), leaf=leaf) from error
+            if not piece:
+                message = f"ends after {at} bytes; it had {place.stop} or more"
+                raise CorruptCheckpointError(message, path=self.join(name), leaf=leaf)
+            pieces.append(piece)
+            at += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     # -- open files
 

@@ -19,6 +19,7 @@ from orbax_t5x.files.descriptor import Descriptor
 from orbax_t5x.files.interface import ArrayDirectory, Look, Snapshot, Subdirectories
 from orbax_t5x.files.local import File, LocalFiles
 from orbax_t5x.files.paths import FileIdentity
+from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 from orbax_t5x.files.tree_checks import described_files
 
@@ -100,6 +101,10 @@ class RecordedFiles(LocalFiles):
 
     def file(self, name: str, *, leaf: str | None = None) -> RecordedFile:
         return RecordedFile(self, name, self.stat(name, leaf=leaf), self.transcript)
+
+    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        ask = partial(super().read_range, name, wanted, context)
+        return self.transcript.answer(["range", self.named, name, *wanted[:3]], ask)
 
     def stamp(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> _TreeStamp:
         request, look = ["tree", self.path, leaf, *names], partial(self._look, names, leaf)

@@ -166,13 +166,16 @@ def test_a_name_too_long_for_the_file_system(tree: Path) -> None:
         Root(tree).open("n" * 300)
 
 
-def test_an_error_of_the_operating_system_keeps_its_errno(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["open", "stat"])
+def test_an_error_of_the_operating_system_keeps_its_errno(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, call, refuse)
     with pytest.raises(CheckpointIOError, match="Permission denied") as caught:
-        Root(tree).open("a", leaf="x")
+        getattr(Root(tree), call)("a", leaf="x")
     assert caught.value.errno == 13 and caught.value.leaf == "x"
 
 

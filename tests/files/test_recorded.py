@@ -9,6 +9,7 @@ from orbax_t5x.errors import CheckpointError, CheckpointGoneError
 from orbax_t5x.files.interface import Snapshot
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.places import files_at, using
+from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.recorded import RecordedFiles
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 
@@ -26,6 +27,7 @@ QUESTIONS = {
     "size": lambda files: files.stat("data").st_size,
     "whole": lambda files: files.read_whole("data", limit=100),
     "end": lambda files: files.read_end("data", 3),
+    "range": lambda files: [files.read_range(name, BoundedRange.between(2, 4)) for name in ("data", "nothing")],
     "bytes": lambda files: files.file("data").read(1, 3),
     "entries": lambda files: files.entries(""),
     "plain": lambda files: files.require_plain("array"),
