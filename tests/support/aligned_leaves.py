@@ -1,6 +1,6 @@
 """Leaves as the alignment of two trees takes them."""
 
-from orbax_t5x.rules.alignment.kinds import NamedLeaf
+from orbax_t5x.rules.alignment.layers import NamedLeaf
 from orbax_t5x.rules.alignment.words import path_of
 from orbax_t5x.testing.transform_suite import as_numpy
 from orbax_t5x.transforms.diagnostics import Diagnostics

@@ -11,7 +11,8 @@ import collections
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal
 
-from orbax_t5x.rules.alignment.kinds import LAYER, LeafKind, Shape, Sides, Template, Tree
+from orbax_t5x.rules.alignment.kinds import LAYER, LeafKind, Sides, Template, Tree
+from orbax_t5x.rules.alignment.layers import Shape
 from orbax_t5x.rules.alignment.words import features, meaning_of, meanings
 
 Proof = Literal["given", "name", "renaming", "structure"]

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from orbax_t5x.rules.alignment.evidence import NAME, UNKNOWN_TURN, Evidence
 from orbax_t5x.rules.alignment.given import given_pairs
-from orbax_t5x.rules.alignment.kinds import LeafKind, NamedLeaf, Sides
+from orbax_t5x.rules.alignment.kinds import LeafKind, Sides
+from orbax_t5x.rules.alignment.layers import NamedLeaf
 from orbax_t5x.rules.alignment.search import proposals
 from orbax_t5x.rules.alignment.words import ROOTS, is_flat, path_of
 
