@@ -21,6 +21,8 @@ FRAMEWORKS = {
     "haiku": ("w", "b", "scale", "offset", "embeddings", False),
     "keras": ("kernel", "bias", "gamma", "beta", "embeddings", False),
     "conv1d": ("weight", "bias", "weight", "bias", "weight", False),
+    "praxis": ("w", "b", "scale", "bias", "emb_var", False),
+    "w": ("w", "b", "w", "b", "w", False),
 }
 # Decoders are gated and have no biases, encoders have, and the third family has two towers.
 FAMILIES: dict[str, dict[str, tuple[str, dict[str, str], str]]] = {}

@@ -8,10 +8,11 @@ Each proof rests on earlier ones alone.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal
 
-from orbax_t5x.rules.alignment.kinds import LAYER, LeafKind, Sides, Template, Tree
+from orbax_t5x.rules.alignment.kinds import LeafKind, Sides, Template, Tree, layer_of
 from orbax_t5x.rules.alignment.layers import Shape
 from orbax_t5x.rules.alignment.words import features, meaning_of, meanings
 
@@ -26,7 +27,7 @@ _REVERSED = "its namesake has the reversed shape: ot.transforms.Transpose, if it
 _LEAST_TELLING = 4
 
 Pairs = Mapping[LeafKind, LeafKind]
-Key = tuple[str, str, bool]
+Key = tuple[str, str, str]
 
 
 class Evidence:
@@ -102,10 +103,10 @@ class Evidence:
 
         Leaves outside of layers may be tables, which are never turned.
         """
-        last, other, in_layers = _key(source, target)
-        found = self._seen_turns((last, other, in_layers))
-        if not found:
-            found = self._seen_turns((last, other, not in_layers))
+        last, other, place = _key(source, target)
+        found = self._seen_turns((last, other, place))
+        if not found and place != "table":
+            found = self._seen_turns((last, other, "layer" if place == "" else ""))
             are_tables = any("embedding" in meanings(word).get("kind", ()) for word in (last, other))
             found = found - {False} if are_tables and len(found) == 1 else found
         return found
@@ -121,6 +122,14 @@ class Evidence:
             for tree in (self._sides.source, self._sides.target)
         )
         return any(shape != theirs.get(words, shape) == shape[::-1] for words, shape in ours.items())
+
+    def _is_given_turned(self, last: str) -> bool:
+        """Tests for an answer that turns a namesake."""
+        return any(
+            self.why[target] == GIVEN and source.last == target.last == last and source.shape != target.shape
+            for target, source in self.proven.items()
+            if source.is_matrix
+        )
 
     def is_possible(self, source: LeafKind, target: LeafKind) -> bool:
         """Tests layers, known words, and how other matrices lie."""
@@ -206,7 +215,7 @@ class Evidence:
     def _judged(self, source: LeafKind, target: LeafKind) -> tuple[str, str, list[LeafKind]]:
         """Returns the proof of a pair, or the reason and rivals."""
         is_turned = source.is_matrix and target.is_matrix and not target.is_square and source.shape != target.shape
-        if is_turned and source.last == target.last and self._sides.is_alike:
+        if is_turned and source.last == target.last and self._sides.is_alike and not self._is_given_turned(source.last):
             self._turns_by_counts[_key(source, target)] = {True, False}
             return "", _REVERSED, [source]
         if source.template == target.template:
@@ -218,6 +227,8 @@ class Evidence:
             return "", "its name is that of another module, which is there, too", [source]
         if self._is_beside_another(source, target):
             return "", "the leaves beside it are another module's", [source]
+        if self._is_of_other_make(source, target):
+            return "", "its module has other arrays", [source]
         if self._lacks_twin(source, target, 0) or self._lacks_twin(target, source, 1):
             return "", "an alike tower has no such pair, though other leaves that may be its", [source]
         left = [one for one in self._rivals(source, target, 0) if not self._is_ruled_out(source, target, one, 0)]
@@ -236,7 +247,10 @@ class Evidence:
     def _is_uneven(self, source: LeafKind, target: LeafKind) -> bool:
         """Tests for another number of such leaves in the layer."""
         counts = [
-            sum(_layer_of(one) == _layer_of(kind) and one.places == kind.places for one in tree.by_bag[kind.bag])
+            sum(
+                layer_of(one.template) == layer_of(kind.template) and one.places == kind.places
+                for one in tree.by_bag[kind.bag]
+            )
             for tree, kind in ((self._sides.source, source), (self._sides.target, target))
         ]
         return counts[0] != counts[1]
@@ -297,6 +311,14 @@ class Evidence:
         back = any(self.proven[one].template[:-1] == source.template[:-1] for one in theirs)
         return bool(ours and theirs) and not forth and not back
 
+    def _is_of_other_make(self, source: LeafKind, target: LeafKind) -> bool:
+        """Tests that each module has an array without a counterpart."""
+        ours, theirs = (
+            collections.Counter(math.prod(one.shape) for one in tree.beside(kind))
+            for tree, kind in ((self._sides.source, source), (self._sides.target, target))
+        )
+        return not ours <= theirs and not theirs <= ours
+
     def _lacks_twin(self, kind: LeafKind, other: LeafKind, side: int) -> bool:
         """Tests that an alike tower has no such pair of other words.
 
@@ -307,21 +329,21 @@ class Evidence:
         settled = self.proven if side == 0 else self.target_of
         others = [one for one in self._tree(1 - side).by_bag[other.bag] if one is not other]
         # Numbered towers are layers; there a twin is the same kind.
-        lacking, layer = kind.places - other.places, _layer_of(other)
-        if any(one not in settled and _layer_of(one) == layer and one.places & lacking for one in others):
+        lacking, layer = kind.places - other.places, layer_of(other.template)
+        if any(one not in settled and layer_of(one.template) == layer and one.places & lacking for one in others):
             return True
         for tower in self._tree(side).twin_towers(kind):
-            tail = kind.meanings[len(tower) :]
+            tail = kind.below(len(tower))
             for its in self._towers_of(tower, kind, other, side):
                 size = len(its)
-                there = {one.meanings[size:]: one for one in others if one.template[:size] == its}
-                if other.meanings[size:] in there:
+                there = {one.below(size): one for one in others if one.template[:size] == its}
+                if other.below(size) in there:
                     continue
-                beside = {one.meanings[size:] for one in others if one.template[:size] == other.template[:size]}
+                beside = {one.below(size) for one in others if one.template[:size] == other.template[:size]}
                 for name, one in there.items():
                     partner = settled.get(one)
                     # The twin's partner is here, too, and is as good.
-                    is_twins = partner is not None and partner.meanings[len(tower) :] == tail and name in beside
+                    is_twins = partner is not None and partner.below(len(tower)) == tail and name in beside
                     if partner is None or is_twins:
                         return True
         return False
@@ -412,11 +434,6 @@ def _has_other_order(shape: Shape) -> bool:
     return len(shape) > 2 and shape in (shape[::-1], (*shape[:-2], *shape[:-3:-1]), (*shape[2:], *shape[1::-1]))
 
 
-def _layer_of(kind: LeafKind) -> Template:
-    """Returns the parts of a name up to its layer's number."""
-    return kind.template[: len(kind.template) - kind.template[::-1].index(LAYER)] if kind.is_in_layers else ()
-
-
 def _is_called_the_same(one: LeafKind, other: LeafKind) -> bool:
     """Tests that the innermost modules have the same meaning."""
     ours, theirs = (features(kind.module_parts[-1:], 1) for kind in (one, other))
@@ -451,28 +468,36 @@ def _shared(one: LeafKind, other: LeafKind) -> int:
 
 def _key(source: LeafKind, target: LeafKind) -> Key:
     """Returns the common properties of matrices that lie alike."""
-    return source.last, target.last, source.is_in_layers or target.is_in_layers
+    place = (
+        "table" if source.is_table or target.is_table else "layer" if source.is_in_layers or target.is_in_layers else ""
+    )
+    return _array(source.last), _array(target.last), place
+
+
+def _array(last: str) -> str:
+    """Returns an array's name in its module; projections may have none."""
+    return "" if meanings(last).get("projection") else last
 
 
 def _turns_by_counts(sides: Sides) -> dict[Key, set[bool]]:
     """Returns how matrices lie if counts of shapes decide."""
     found: dict[Key, set[bool]] = {}
     counts = [_counts(tree.kinds) for tree in (sides.source, sides.target)]
-    for (last, in_layers), ours in counts[0].items():
-        for (their_last, are_in_layers), theirs in counts[1].items():
-            if in_layers != are_in_layers:
+    for (last, place), ours in counts[0].items():
+        for (their_last, their_place), theirs in counts[1].items():
+            if place != their_place:
                 continue
             straight, turned = ours == theirs, {shape[::-1]: count for shape, count in ours.items()} == theirs
             if straight != turned:
-                found[last, their_last, in_layers] = {turned}
+                found[last, their_last, place] = {turned}
     return found
 
 
-def _counts(kinds: Iterable[LeafKind]) -> dict[tuple[str, bool], dict[Shape, int]]:
-    found: dict[tuple[str, bool], dict[Shape, int]] = {}
+def _counts(kinds: Iterable[LeafKind]) -> dict[tuple[str, str], dict[Shape, int]]:
+    found: dict[tuple[str, str], dict[Shape, int]] = {}
     for kind in kinds:
         if kind.is_matrix and not kind.is_square:
-            key = kind.last, kind.is_in_layers
+            key = _key(kind, kind)[1:]
             shapes = found.setdefault(key, {})
             shapes[kind.shape] = shapes.get(kind.shape, 0) + 1
     return found

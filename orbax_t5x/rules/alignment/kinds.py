@@ -5,16 +5,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.rules.alignment.layers import NamedLeaf, Shape, bag_of, leaves_and_layers, lists_of
+from orbax_t5x.rules.alignment.layers import LAYER, NamedLeaf, Shape, bag_of, leaves_and_layers, lists_of
+from orbax_t5x.rules.alignment.roles import roles_of
 from orbax_t5x.rules.alignment.words import Path, contradict, features, is_of_module, meaning_of, meanings
 
-# In place of a layer's number.
-LAYER = "#"
-# Numbers of modules that begin with 1.
-_COUNTED = ("one", "two", "three")
+_TABLES = frozenset({"token_embedder", "position_embedding"})
+_NUMBER = re.compile(r"_\d+$")
 
 Template = tuple[str, ...]
 Ranks = tuple[tuple[int, int], ...]
@@ -30,6 +30,7 @@ class LeafKind:
       shape: of each.
       bag: shape and dtype, equal for kinds that may be one, transposed or not.
       members: leaves by their places in lists of layers, with the lengths of these.
+      usual: the template by the words of roles.
     """
 
     template: Template
@@ -37,6 +38,7 @@ class LeafKind:
     shape: Shape
     bag: tuple[Any, ...]
     members: dict[Ranks, NamedLeaf] = dataclasses.field(default_factory=dict)
+    usual: Template = ()
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
@@ -59,9 +61,17 @@ class LeafKind:
         return frozenset(map(meaning_of, self.module_parts))
 
     @functools.cached_property
-    def meanings(self) -> Template:
-        """The parts of the template by their meanings."""
-        return tuple(map(meaning_of, self.template))
+    def _meanings(self) -> Template:
+        """Parts by their meanings; of modules around others the number says nothing."""
+        last = len(self.template) - 2
+        return tuple(
+            meaning_of(_NUMBER.sub("", part) if at < last else part)
+            for at, part in enumerate(self.usual or self.template)
+        )
+
+    def below(self, size: int) -> Template:
+        """Returns the meanings of parts below a module, or below its layers."""
+        return self._meanings[max(size, len(layer_of(self.template))) :]
 
     @property
     def last(self) -> str:
@@ -84,9 +94,19 @@ class LeafKind:
         return self.is_matrix and self.shape[0] == self.shape[1]
 
     @functools.cached_property
+    def is_table(self) -> bool:
+        """True for embeddings, which are never transposed."""
+        return bool(_TABLES & {word for part in self.parts for word in meanings(part).get("embedding", ())})
+
+    @functools.cached_property
     def places(self) -> frozenset[Ranks]:
         """The places of its members."""
         return frozenset(self.members)
+
+
+def layer_of(template: Template) -> Template:
+    """Returns the parts of a name up to its layer's number."""
+    return template[: len(template) - template[::-1].index(LAYER)] if LAYER in template else ()
 
 
 class Tree:
@@ -98,6 +118,7 @@ class Tree:
     def __init__(self, kinds: Sequence[LeafKind]):
         self._below: dict[Template, dict[str, None]] = {}
         self._at: dict[Template, list[LeafKind]] = {}
+        self._arrays: dict[Template, list[LeafKind]] = {}
         self._numbers: dict[Template, int] = {}
         self._bags: dict[Template, collections.Counter[tuple[Any, ...]]] = {}
         self._chains: dict[LeafKind, list[tuple[Template, int]]] = {}
@@ -109,6 +130,7 @@ class Tree:
         self.kind_of: dict[tuple[str, int | None], LeafKind] = {}
         for kind in kinds:
             self._at.setdefault(kind.template, []).append(kind)
+            self._arrays.setdefault(kind.template[:-1], []).append(kind)
             self.by_bag.setdefault(kind.bag, []).append(kind)
             self.by_template[kind.template, kind.bag] = kind
             self.kind_of.update(((leaf.name, leaf.layer), kind) for leaf in kind.members.values())
@@ -122,6 +144,10 @@ class Tree:
         while len(self._below.get(found, ())) == 1 and found not in self._at and LAYER not in self._below[found]:
             found = (*found, next(iter(self._below[found])))
         return found
+
+    def beside(self, kind: LeafKind) -> list[LeafKind]:
+        """Returns all arrays of a leaf's module."""
+        return self._arrays[kind.template[:-1]]
 
     def bags(self, node: Template) -> collections.Counter[tuple[Any, ...]]:
         """Counts the kinds of a shape in a module."""
@@ -152,7 +178,7 @@ class Tree:
                 for part in self._below[kind.template[:at]]:
                     other = self._tails((*kind.template[:at], part)) if part != kind.template[at] else frozenset()
                     is_alike = 2 * len(tails & other) >= max(len(tails), len(other))
-                    if is_alike and kind.meanings[at + 1 :] in other:
+                    if is_alike and kind.below(at + 1) in other:
                         found.append((*kind.template[:at], part))
             self._twins[kind] = found
         return self._twins[kind]
@@ -161,7 +187,7 @@ class Tree:
         """Returns the meanings of all names in a module, from there."""
         if node not in self._tails_of:
             size = len(node)
-            inside = (kind.meanings[size:] for kind in self.kinds if kind.template[:size] == node)
+            inside = (kind.below(size) for kind in self.kinds if kind.template[:size] == node)
             self._tails_of[node] = frozenset(inside)
         return self._tails_of[node]
 
@@ -183,9 +209,9 @@ class Sides:
         sides, layers = leaves_and_layers(ours, theirs)
         # Without dimensions of 1 where the other side has none of the shape.
         bags = [{bag_of(leaf.shape, leaf.dtype) for leaf in side} for side in sides]
-        self.source, self.target = (
-            Tree(_kinds(side, its, other)) for side, its, other in zip(sides, layers, reversed(bags), strict=True)
-        )
+        ours_and_theirs = [_kinds(side, its, other) for side, its, other in zip(sides, layers, bags[::-1], strict=True)]
+        _name_by_roles(ours_and_theirs)
+        self.source, self.target = map(Tree, ours_and_theirs)
         lasts = [{kind.last for kind in tree.kinds} for tree in (self.source, self.target)]
         self.is_alike = _has_dots(ours) == _has_dots(theirs) and (lasts[0] <= lasts[1] or lasts[1] <= lasts[0])
         self._words: dict[tuple[LeafKind, LeafKind], frozenset[str]] = {}
@@ -212,6 +238,18 @@ class Sides:
         return straight[0] == straight[1] and not one.places.isdisjoint(other.places)
 
 
+def _name_by_roles(sides: Sequence[Sequence[LeafKind]]) -> None:
+    """Gives modules the words of roles that both sides have."""
+    roles = [roles_of((kind.template, kind.shape) for kind in kinds if kind.template) for kinds in sides]
+    for kinds, its, others in zip(sides, roles, roles[::-1], strict=True):
+        words = {node: word for role, found in its.items() if others[role] for node, word in found.items()}
+        for kind in kinds if words else ():
+            nodes = [kind.template[: at + 1] for at in range(len(kind.template))]
+            kind.usual = tuple(words.get(node, node[-1]) for node in nodes)
+            known = [words.get(node) for node in nodes if node[-1] != LAYER]
+            kind.parts = tuple(word or part for word, part in zip(known, kind.parts, strict=True))
+
+
 def _has_dots(leaves: Iterable[NamedLeaf]) -> bool:
     return any("." in leaf.name for leaf in leaves)
 
@@ -221,14 +259,13 @@ def _kinds(
 ) -> list[LeafKind]:
     lists = lists_of(leaves)
     numbers = {before: sorted(found) for before, found in lists.items()}
-    ordered = {before for before, modules in lists.items() if _are_ordered(modules)}
     for leaf in leaves:
         for at, key in enumerate(leaf.path):
             if isinstance(key, str) and leaf.path[:at] in numbers and numbers[leaf.path[:at]][0] > 0:
                 numbers[leaf.path[:at]].insert(0, 0)  # `linear` beside `linear_1`
     found: dict[Any, LeafKind] = {}
     for leaf in leaves:
-        template, parts, ranks = _template(leaf.path, layers, numbers, ordered)
+        template, parts, ranks = _template(leaf.path, layers, numbers)
         bag = bag_of(leaf.shape, leaf.dtype)
         if bag not in other and 1 in leaf.shape:
             bag = bag_of(tuple(size for size in leaf.shape if size != 1), leaf.dtype)
@@ -237,19 +274,8 @@ def _kinds(
     return list(found.values())
 
 
-def _are_ordered(modules: Mapping[int, Mapping[Path, Shape]]) -> bool:
-    """Tests if the shapes of numbered modules show an order."""
-    matrices = [[shape for shape in modules[number].values() if len(shape) == 2] for number in sorted(modules)]
-    if not any(matrices):
-        return True
-    if len(matrices) not in (2, 3) or any(len(one) != 1 for one in matrices):
-        return False
-    first, second, last = matrices[0][0], matrices[1][0], matrices[-1][0]
-    return first[0] != first[1] and first == second[::-1] and (len(matrices) == 2 or first == last)
-
-
 def _template(
-    path: Path, layers: Mapping[Path, Sequence[int]], numbers: Mapping[Path, Sequence[int]], ordered: Collection[Path]
+    path: Path, layers: Mapping[Path, Sequence[int]], numbers: Mapping[Path, Sequence[int]]
 ) -> tuple[Template, Template, Ranks]:
     """Returns the template of a name, its words, and its places."""
     parts: list[str] = []
@@ -265,15 +291,12 @@ def _template(
             if len(places) > 1:
                 ranks.append((places.index(key), len(places)))
         elif parts and parts[-1] != LAYER:
-            stem, parts[-1] = parts[-1], f"{parts[-1]}_{key}"
+            parts[-1] = f"{parts[-1]}_{key}"
             beside = numbers[path[:at]]
             # Of one module the number says nothing, and of several those beside it are part of what it says.
             # Flax numbers its classes from 0: of these the first is lacking.
-            is_counted = path[:at] in ordered and beside[0] == 1 and key <= len(_COUNTED) and stem.islower()
-            counted = [f"{stem}_{_COUNTED[key - 1]}"] if is_counted else []
-            known = [text for text in (parts[-1], *counted) if meanings(text)]
-            if known:
-                words[-1] = known[0]
+            if meanings(parts[-1]):
+                words[-1] = parts[-1]
             elif beside != [0]:
                 words[-1] = f"{parts[-1]} of {beside}"
         else:

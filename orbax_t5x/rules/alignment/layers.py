@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.rules.alignment.words import Path, meaning_of, meanings
 
+# In place of a layer's number.
+LAYER = "#"
 # Layers have at least this share of the leaves of all.
 _LEAST_ALIKE = 2 / 3
 # Axes on which layers are stacked.
@@ -42,7 +44,7 @@ class NamedLeaf(NamedTuple):
 
 
 def bag_of(shape: Shape, dtype: str) -> tuple[Any, ...]:
-    """Returns what leaves have in common that may be one, transposed or not."""
+    """Returns a key that a matrix shares with its transpose."""
     return tuple(sorted(shape)) if len(shape) == 2 else shape, dtype
 
 

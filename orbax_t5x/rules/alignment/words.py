@@ -17,7 +17,7 @@ Path = tuple[Key, ...]
 _PARTS = re.compile(r"[/.:]+|__")
 _NUMBER = re.compile(r"[_-]?(?<!\d)(\d{1,18})(?=[_-]|$)[_-]?")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
-_NORMS = re.compile(r"(?:layer|rms)_norm")
+_JOINED = ((re.compile(r"(?:layer|rms)_norm"), "norm"), (re.compile(r"feed_forward|dense_relu_dense"), "mlp"))
 _BESIDE = frozenset({"pre", "post", "before", "after"})
 _ARRAYS = frozenset({"kernel", "scale", "embedding"})
 ROOTS = frozenset({"params", "target", "model", "module"})
@@ -29,42 +29,35 @@ _MOST_KEYS = 64
 # Category -> words of one meaning each. Two words of one category that share no meaning contradict each other.
 _MEANINGS: dict[str, tuple[str, ...]] = {
     "tower": ("encoder enc", "decoder dec"),
-    "sublayer": (
-        "attention self_attention attn self_attn mha",
-        "encoder_decoder_attention enc_dec_attention cross_attention cross_attn encoder_attention multihead_attn",
-        "mlp ffn ff feed_forward feedforward dense_relu_dense ffw",
-    ),
+    "sublayer": ("attention self_attention mha", "encoder_decoder_attention cross_attention encoder_attention", "mlp"),
     "projection": (
-        "query q wq attn_q",
-        "key k wk attn_k",
-        "value v wv attn_v",
-        "out o attn_out wo output_proj attn_output attention_output c_proj proj",
-        "wi_0 gate wi_gate ffn_gate feedforward_gate_dense w_one",
-        "wi_1 up wi_up ffn_up w_three",
-        "wi up fc_in fc_one c_fc intermediate feedforward_intermediate_dense ffn_up w_one lin_one linear_one",
-        "wo down fc_out fc_two c_proj ffn_down feedforward_output_dense w_two lin_two linear_two",
+        "query q wq attention_q",
+        "key k wk attention_k",
+        "value v wv attention_v",
+        "out o attention_out wo output_proj attention_output c_proj proj",
+        "wi_0 gate wi_gate mlp_gate",
+        "wi_1 up wi_up mlp_up",
+        "wi up fc_in c_fc intermediate mlp_up",
+        "wo down fc_out c_proj mlp_down",
     ),
     "embedding": (
         "token_embedder shared embed_tokens wte tok_embeddings word_embeddings token_embd shared_embedding",
         "position_embedding position_embeddings wpe pos_embedding embed_positions pos_embed",
-        "logits_dense lm_head unembed logits logitdense reverse_embedding output head classifier",
+        "logits_dense lm_head unembed unembedder logits logitdense reverse_embedding output head classifier "
+        "generator proj_out output_layer predictions",
     ),
     "norm": (
-        "pre_attention_layer_norm pre_self_attention_layer_norm attention_norm attn_norm input_norm sa_norm "
-        "self_attention_norm self_attn_norm pre_attention_norm pre_self_attention_norm norm_before attn_ln norm_one",
-        "pre_cross_attention_layer_norm cross_attention_norm cross_attn_norm encoder_attn_norm cross_attn_ln",
-        "pre_mlp_layer_norm mlp_norm ffn_norm pre_ffw_norm pre_feedforward_norm feedforward_norm norm_after mlp_ln",
+        "pre_attention_layer_norm pre_self_attention_layer_norm attention_norm self_attention_norm input_norm",
+        "pre_cross_attention_layer_norm cross_attention_norm",
+        "pre_mlp_layer_norm mlp_norm",
     ),
-    "post": ("post_attention_norm post_self_attention_norm",),
-    "end": (
-        "encoder_norm decoder_norm final_layer_norm final_norm ln_f norm_f output_norm sequence_output_norm ln_post",
-    ),
+    "end": ("encoder_norm decoder_norm final_layer_norm norm_f output_norm",),
     "module": ("relpos_bias relative_attention_bias rel_pos_bias", "layers layer blocks block h"),
     "kind": (
         "kernel weight w",
         "scale weight gamma g kernel w",
-        "bias beta b",
-        "embedding embed emb embeddings weight",
+        "bias beta b offset",
+        "embedding embed emb embeddings weight w",
     ),
     "statistic": ("mean running_mean", "var running_var"),
 }
@@ -75,6 +68,7 @@ _SHORT = {
     "ffn": "mlp",
     "ff": "mlp",
     "ffw": "mlp",
+    "feedforward": "mlp",
     "ln": "norm",
 }
 _SHORT |= {
@@ -133,7 +127,9 @@ def is_flat(names: Iterable[str]) -> bool:
 def words_of(part: str) -> tuple[str, ...]:
     """Returns a part's words in small letters, written out."""
     text = "_".join([_SHORT.get(word, word) for word in map(str.lower, _WORD.findall(part))])
-    return tuple(_NORMS.sub("norm", text).split("_"))
+    for words, word in _JOINED:
+        text = words.sub(word, text)
+    return tuple(text.split("_"))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +189,7 @@ def _by_category(parts: Iterable[str]) -> dict[str, frozenset[str]]:
 
 def features(parts: Iterable[str], tier: int) -> frozenset[str]:
     """Returns parts, meanings or words that modules may share."""
-    parts = frozenset(parts)
+    parts = frozenset(part for part in parts if words_of(part) != ("",))
     if tier == 0:
         return parts
     if tier == 1:

@@ -1,4 +1,4 @@
-"""The names of real projects against each other: no leaf is wrong, half are found whole, one answer settles others."""
+"""The names of real projects against each other: no leaf is wrong, most are whole, one answer settles the others."""
 
 import itertools
 import random
@@ -6,6 +6,7 @@ import random
 import pytest
 
 import orbax_t5x as ot
+from orbax_t5x.rules.alignment.evidence import UNKNOWN_TURN
 from tests.support.aligned_leaves import wrong_leaves
 from tests.support.naming_conventions import FAMILIES, leaves
 
@@ -34,16 +35,17 @@ def answered(source, target, truth, *, most=1):
 @pytest.mark.slow
 def test_real_conventions_are_found_or_asked_about_and_never_wrong():
     found = 0
-    for seed, (family, *names) in enumerate(some := PAIRS[::7]):
+    for seed, (family, *names) in enumerate(some := PAIRS[::11]):
         source, target, truth = sides(family, names, seed)
         alignment = ot.rules.align(source, target)
         assert not wrong_leaves(alignment, source, target), names
         found += alignment.is_complete
         for name in alignment.open:
             assert alignment._moves.why[name]
-        if seed % 5 == 0:
-            assert not wrong_leaves(answered(source, target, truth), source, target), names
-    assert 2 * found >= len(some)
+        if alignment.open and (seed % 3 == 0):
+            assert not wrong_leaves(after := answered(source, target, truth), source, target), names
+            assert after.is_complete or all(after._moves.why[name] == UNKNOWN_TURN for name in after.open), names
+    assert found > 0.8 * len(some)
 
 
 @pytest.mark.parametrize("copy", ["ema{}", "opt_state{}0{}mu{}", "teacher{}model{}"])

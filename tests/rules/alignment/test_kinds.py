@@ -22,7 +22,7 @@ def test_words_of_numbers_are_those_of_all_beside_them():
     def words(*names):
         return [kind.parts for kind in Sides(items({f"x/{name}/w": (2,) for name in names}), []).source.kinds]
 
-    assert words("norm_1", "norm_2")[0] == ("x", "norm_one", "w")
+    assert words("norm_1", "norm_2")[0] == ("x", "norm_1 of [1, 2]", "w")
     assert words("norm_0", "norm_1")[1] == ("x", "norm_1 of [0, 1]", "w")
     assert words("Dense_0") == [("x", "Dense", "w")] and words("wi_0")[0][1] == "wi_0"
     assert words("linear", "linear_1")[1] == ("x", "linear_1 of [0, 1]", "w")
