@@ -1,4 +1,4 @@
-"""Completion in a shell: a script printed once, so that no key starts Python."""
+"""Scripts for completion in a shell, by `shtab`."""
 
 from __future__ import annotations
 
