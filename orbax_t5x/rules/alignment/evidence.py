@@ -266,6 +266,12 @@ class Evidence:
             return False
         return one[0].template == one[1].template or self._sides.common(*one) > self._sides.common(*other)
 
+    def _is_better_named(self, one: tuple[LeafKind, LeafKind], other: tuple[LeafKind, LeafKind]) -> bool:
+        """Tests the same without the words of roles."""
+        if not any(kind.usual for kind in (*one, *other)) or self._sides.contradict(*one):
+            return False
+        return one[0].own_words & one[1].own_words > other[0].own_words & other[1].own_words
+
     def _partner(self, kind: LeafKind, side: int) -> LeafKind | None:
         return (self._pairs if side else self._sources).get(kind)
 
@@ -278,7 +284,7 @@ class Evidence:
         for side, (kind, other) in enumerate((pair, pair[::-1])):
             for one in self._tree(side).by_bag[kind.bag]:
                 rival = _ordered(one, other, side)
-                if one is kind or not self._is_better(rival, pair):
+                if one is kind or not (self._is_better(rival, pair) or self._is_better_named(rival, pair)):
                     continue
                 if rival[0].template != rival[1].template and not self._may_lie_so(*rival):
                     continue

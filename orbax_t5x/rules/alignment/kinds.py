@@ -31,6 +31,7 @@ class LeafKind:
       bag: shape and dtype, equal for kinds that may be one, transposed or not.
       members: leaves by their places in lists of layers, with the lengths of these.
       usual: the template by the words of roles.
+      own_parts: the words of the name where roles have others.
     """
 
     template: Template
@@ -39,11 +40,17 @@ class LeafKind:
     bag: tuple[Any, ...]
     members: dict[Ranks, NamedLeaf] = dataclasses.field(default_factory=dict)
     usual: Template = ()
+    own_parts: Template = ()
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
         """Parts by their meanings, and single words of them."""
-        return features(self.parts, 1) | {f" {word}" for word in features(self.parts, 2)}
+        return _words(self.parts)
+
+    @functools.cached_property
+    def own_words(self) -> frozenset[str]:
+        """The same of the name as it stands, without roles."""
+        return _words(self.own_parts or self.parts)
 
     @functools.cached_property
     def module_parts(self) -> Template:
@@ -102,6 +109,13 @@ class LeafKind:
     def places(self) -> frozenset[Ranks]:
         """The places of its members."""
         return frozenset(self.members)
+
+
+def _words(parts: Template) -> frozenset[str]:
+    # An array `b` has no word of a module `b`.
+    if parts and meaning_of(parts[-1]).startswith("kind:"):
+        return _words(parts[:-1]) | {meaning_of(parts[-1])}
+    return features(parts, 1) | {f" {word}" for word in features(parts, 2)}
 
 
 def layer_of(template: Template) -> Template:
@@ -247,6 +261,7 @@ def _name_by_roles(sides: Sequence[Sequence[LeafKind]]) -> None:
             nodes = [kind.template[: at + 1] for at in range(len(kind.template))]
             kind.usual = tuple(words.get(node, node[-1]) for node in nodes)
             known = [words.get(node) for node in nodes if node[-1] != LAYER]
+            kind.own_parts = kind.parts
             kind.parts = tuple(word or part for word, part in zip(known, kind.parts, strict=True))
 
 

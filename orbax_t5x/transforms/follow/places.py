@@ -98,6 +98,7 @@ class Places:
     def tree(
         self, place: PlaceOfSlots, old: SlotTree, kinds: Sequence[str], others: Iterable[Position]
     ) -> tuple[SlotTree, Sequence[str]]:
+        """Returns a place's tree of slots, with the kinds as named there."""
         position = old.path, old.form
         if place.names is self._target and not self._target_kinds[position].issuperset(kinds):
             if old.kind_first and all(kind.isdecimal() for kind in kinds):
