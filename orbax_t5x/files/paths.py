@@ -198,16 +198,15 @@ class Root:
 
     def open(self, name: str, *, leaf: str | None = None) -> tuple[Descriptor, os.stat_result]:
         """Opens a regular file for reading, without blocking."""
-        if _PLAIN_NAME.fullmatch(name):
+        if self._plain_stat(name) is not None:
             path = self.join(name)
             try:
                 opened = Descriptor(path, FILE_FLAGS)
-                found = os.fstat(opened.number)
-                if stat.S_ISREG(found.st_mode):
-                    return opened, found
             except OSError as error:
-                if error.errno != errno.ELOOP:  # a symlink, which the walk follows
-                    raise _os_error(error, path, leaf, "opening it") from error
+                raise _os_error(error, path, leaf, "opening it") from error
+            found = os.fstat(opened.number)
+            _require_regular(found, path, leaf)
+            return opened, found
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
