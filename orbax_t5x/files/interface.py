@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -330,13 +330,6 @@ class Files(FilePlace, Named, Protocol):
         Returns all that opening the array needs.
         """
         ...
-
-    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
-        """Returns an array's metadata, or None if they must be read."""
-        return None
-
-    def note_array(self, array: Any) -> None:
-        """Notes an array that TensorStore has opened, for `known_metadata`."""
 
 
 class Snapshot:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -144,21 +144,6 @@ class RecordedFiles(LocalFiles):
             lambda found: [found.path, found.identity, found.kvstore, found.metadata.decode("latin-1")],
             received,
         )
-
-    def known_metadata(self, kvstore: Mapping[str, Any]) -> Any:
-        found = self.transcript.find(_array_place(kvstore))
-        return None if found is None else found.value
-
-    def note_array(self, array: Any) -> None:
-        if not self.transcript.is_received:
-            spec = array.spec().to_json()
-            self.transcript.add(_array_place(spec["kvstore"]), spec["metadata"])
-
-
-def _array_place(kvstore: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names an array by its file or its place in a database."""
-    base = kvstore.get("base", {})
-    return ("metadata", str(base["path"] if base else "").rstrip("/"), str(kvstore["path"]).rstrip("/"))
 
 
 class RecordedFile(File):

@@ -180,6 +180,14 @@ class Leaf(abc.ABC):
             raise error_at(self.error, path=self.error.path, leaf=self.error.leaf)
 
 
+class HeldRead(NamedTuple):
+    """Requests of a leaf, with the bytes of its extent."""
+
+    leaf: BlockingLeaf
+    requests: Sequence[Request]
+    data: np.ndarray
+
+
 class BlockingLeaf(Leaf):
     """Leaf with blocking reads.
 
@@ -201,10 +209,12 @@ class BlockingLeaf(Leaf):
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Does `read_into` in the calling thread."""
 
-    def read_held(self, requests: Sequence[Request], data: np.ndarray, stats: ReadStats) -> int:
-        """Does `read_blocking` from the bytes of `extent`, which are held.
+    @classmethod
+    def read_held(cls, reads: Sequence[HeldRead], stats: ReadStats) -> int:
+        """Does `read_blocking` for leaves from bytes that are held.
 
         Returns the wanted bytes that it has not counted itself. The caller proves that the file has not changed.
         """
-        self.read_blocking(requests, stats)
+        for leaf, requests, _ in reads:
+            leaf.read_blocking(requests, stats)
         return 0

@@ -20,7 +20,7 @@ from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.files.memory import empty_array, naming_memory_errors
 from orbax_t5x.files.windows import MAX_GAP_BYTES, holding, read_windows, windows_of
 from orbax_t5x.lazy.box import Box, box_shape
-from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, HeldRead, Leaf, Request
 from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.read_stats import ReadStats, Verify, note_read
 from orbax_t5x.lazy.value import ValueLeaf
@@ -118,11 +118,15 @@ def _read_neighbours(file: StoredFile, rows: Sequence[_Row], stats: ReadStats) -
         for window, data in read_windows(file, list(windows), leaf=first):
             wanted, covered, end = 0, 0, window.start
             with holding(file, window.start, data):
+                alike: dict[type[BlockingLeaf], list[HeldRead]] = {}
                 for number in window.members:
                     start, stop, leaf, requests = rows[number]
-                    wanted += leaf.read_held(requests, data[start - window.start : stop - window.start], stats)
+                    held = HeldRead(leaf, requests, data[start - window.start : stop - window.start])
+                    alike.setdefault(type(leaf), []).append(held)
                     covered += max(0, stop - max(start, end))
                     end = max(end, stop)
+                for kind, reads in alike.items():
+                    wanted += kind.read_held(reads, stats)
             stats.count(wanted, window.size - covered)
             windows.popleft()
     except CorruptCheckpointError as error:

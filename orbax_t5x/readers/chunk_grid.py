@@ -8,11 +8,10 @@ filled at once. Grids are regular and begin at the origin.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import tensorstore as ts
 
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.lazy.box import Box, box_slices, intersect, shift, union_size
@@ -20,30 +19,6 @@ from orbax_t5x.lazy.leaf import Request
 
 # Boxes of one request that are awaited one by one; more would cost more than they show.
 _MAX_BOXES = 4096
-
-
-class ArrayLayout(NamedTuple):
-    """Shape, dtype and chunk grids of a chunked array.
-
-    `shard` holds the index of its chunks; `chunk` is decoded at a time.
-
-    They are the same where chunks are stored by themselves, and () for a rank-0 array.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunk: tuple[int, ...]
-    shard: tuple[int, ...]
-
-    @classmethod
-    def of(cls, array: ts.TensorStore) -> ArrayLayout:
-        """Returns the layout of an array that is open."""
-        shape, layout = tuple(array.shape), array.chunk_layout
-        chunk, shard = (
-            tuple([max(1, size or whole) for size, whole in zip(cell.shape or shape, shape, strict=True)])
-            for cell in (layout.read_chunk, layout.write_chunk)
-        )
-        return cls(shape, np.dtype(array.dtype.numpy_dtype), chunk, shard)
 
 
 def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
@@ -95,9 +70,8 @@ class ChunkKeys(NamedTuple):
     separator: str
 
     @classmethod
-    def of(cls, array: ts.TensorStore) -> ChunkKeys:
-        """Returns the keys of an array that is open."""
-        metadata = array.spec().to_json()["metadata"]
+    def of(cls, metadata: Mapping[str, Any]) -> ChunkKeys:
+        """Returns the keys of an array with these metadata."""
         if metadata.get("zarr_format") != 3:
             return cls("", metadata.get("dimension_separator", "."))
         encoding = metadata["chunk_key_encoding"]

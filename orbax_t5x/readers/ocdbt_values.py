@@ -8,6 +8,7 @@ records that, and names of data files stay below the database.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import threading
 import urllib.parse
@@ -29,6 +30,7 @@ from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
+from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.tensorstore_errors import typed_error
 
 _MANIFEST = "manifest.ocdbt"
@@ -87,6 +89,11 @@ class OcdbtValues:
         self._root = self._location(root["location"]) if "location" in root else None
         if self._root is not None:
             self._node(self._root, self._height, ANYONE)
+
+    @functools.cached_property
+    def in_tree(self) -> FileExtent:
+        """The extent of values that are in the tree: no bytes."""
+        return FileExtent(self.manifest, 0, 0)
 
     @property
     def manifest(self) -> StoredFile:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ from orbax_t5x.files.memory import UNCHECKED_BYTES, empty_array, naming_memory_e
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
+from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare_box_sums, row_boxes, sums_of
-from orbax_t5x.readers.chunk_grid import ArrayLayout, ChunkKeys, StoredChunks, count_chunks, requests_by_chunk
+from orbax_t5x.readers.chunk_grid import StoredChunks, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
@@ -40,8 +41,6 @@ _DECODING_COPIES = 1.25
 _SHARD_INDEX_BYTES = 16
 # What `verify="full"` reads at a time only for checksums, where a row of chunks is not larger.
 _VERIFY_BYTES = 32 << 20
-# Codecs that end what they wrote with a checksum, which TensorStore compares. Of zstd that is an option.
-_CHECKING_CODECS = ("gzip", "zlib", "crc32c")
 
 
 class TensorStoreLeaf(Leaf):
@@ -51,6 +50,7 @@ class TensorStoreLeaf(Leaf):
         "_array",
         "_chunk_bytes",
         "_files",
+        "_kind",
         "_root",
         "_stored",
         "_sums",
@@ -69,13 +69,12 @@ class TensorStoreLeaf(Leaf):
         self,
         name: str,
         path: str,
-        layout: ArrayLayout,
-        array: ts.TensorStore | FetchedArray | Callable[[], ts.TensorStore | FetchedArray],
-        root: Files,
+        kind: ArrayKind,
+        array: FetchedArray | Callable[[], ts.TensorStore],
         *,
+        root: Files,
         prng_impl: str | None = None,
         sums: BoxSums | CheckpointError | None = None,
-        absent_is_fill: bool = False,
         inline_bytes: int = 0,
         files: Snapshot,
         limits: Limits,
@@ -83,9 +82,9 @@ class TensorStoreLeaf(Leaf):
         """Makes the leaf of an array; called by readers."""
         self.name: str = name
         self.path: str = path
-        chunk, shard = layout.chunk, layout.shard
-        self.shape: tuple[int, ...] = layout.shape
-        self.dtype: np.dtype = layout.dtype
+        chunk, shard = kind.fetched if isinstance(array, FetchedArray) else kind.chunk, kind.shard
+        self.shape: tuple[int, ...] = kind.shape
+        self.dtype: np.dtype = kind.dtype
         self.chunks: tuple[int, ...] | None = chunk or None
         self.inline_bytes: int = inline_bytes
         self.error: CheckpointError | None = None
@@ -101,11 +100,12 @@ class TensorStoreLeaf(Leaf):
             self.error = error_at(error, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
         self._sums: BoxSums | CheckpointError | None = None if sums is None else self._usable(sums)
-        self._array: ts.TensorStore | FetchedArray | Callable[[], ts.TensorStore | FetchedArray] = array
+        self._kind = kind
+        self._array: FetchedArray | ts.TensorStore | Callable[[], ts.TensorStore] = array
         self._root = root
         self._files = files
         self._stored: StoredChunks | None = None
-        if absent_is_fill:
+        if kind.fill_value is not None:
             grid = tuple([-(-size // cell) for size, cell in zip(self.shape, shard, strict=True)])
             self._stored = StoredChunks(shard, grid, limits.chunks)
         self.is_remote: bool = root.is_remote
@@ -118,12 +118,7 @@ class TensorStoreLeaf(Leaf):
 
     @property
     def chunk_checksum(self) -> str | None:
-        spec = self._decoder().spec().to_json()
-        return _checking_codec(spec.get("metadata", {}))
-
-    def _decoder(self) -> ts.TensorStore:
-        array = self._opened()
-        return array.array if isinstance(array, FetchedArray) else array
+        return self._kind.checking_codec
 
     def _opened(self) -> ts.TensorStore | FetchedArray:
         """Returns the array, opened at the first call."""
@@ -198,33 +193,36 @@ class TensorStoreLeaf(Leaf):
                 # stats again.
                 again = ReadStats(stats.verify)
                 await run_in_pool(reader_pool(), self._files.check_unchanged, again, leaf=self.name)
-            raise typed_error(
-                error, path=self.path, leaf=self.name, doing="reading it", is_remote=self.is_remote
-            ) from error
+            raise self._typed(error) from error
         for out, buffer in copies:
             out[...] = buffer
         stats.count(self.bytes_of(tuple(first)))
         if isinstance(self._sums, BoxSums) and stats.verify != "off":
-            await run_in_pool(reader_pool(), self._add_sums, requests, self._sums, stats)
+            await run_in_pool(reader_pool(), self._add_sums, requests, stats)
 
-    def _add_sums(self, reads: Sequence[Request], sums: BoxSums, stats: ReadStats) -> None:
-        for one in sums_of(reads, sums):
-            stats.add_range(self, one)
+    def _typed(self, error: Exception) -> CheckpointError:
+        return typed_error(error, path=self.path, leaf=self.name, doing="reading it", is_remote=self.is_remote)
+
+    def _add_sums(self, reads: Sequence[Request], stats: ReadStats) -> None:
+        if isinstance(self._sums, BoxSums) and stats.verify != "off":
+            for one in sums_of([read for read in reads if read.out.size], self._sums):
+                stats.add_range(self, one)
 
     async def _fill(self, requests: Sequence[Request], chunks: StoredChunks, stats: ReadStats) -> Sequence[Request]:
         """Fills boxes of mostly absent chunks; returns the rest."""
-        array, decoder = self._opened(), self._decoder()
+        array, keys = self._opened(), self._kind.keys
         if not isinstance(array, FetchedArray):
-            await chunks.find(ChunkKeys.of(array), lambda: _names_of(array))
+            await chunks.find(keys, lambda: _names_of(array))
         elif (names := array.names) is not None:
-            await chunks.find(array.keys, names)
+            await chunks.find(keys, names)
         else:
             try:
                 chunks.require_few([box for box, _ in requests], self.chunks or ())
             except LimitExceededError as error:
                 raise error_at(error, path=self.path, leaf=self.name) from None
             return requests
-        left, absent = await run_in_pool(reader_pool(), chunks.fill, requests, np.asarray(decoder.fill_value))
+        assert self._kind.fill_value is not None
+        left, absent = await run_in_pool(reader_pool(), chunks.fill, requests, self._kind.fill_value)
         stats.count(0, fill_chunks=absent)
         return left
 
@@ -244,21 +242,22 @@ class TensorStoreLeaf(Leaf):
         at_once = self._chunk_bytes * min(count, FILE_IO_CONCURRENCY)
         if at_once <= max(decoding.limit, self._chunk_bytes):
             await decoding.take(at_once)
-            await self._read_together(requests, decoding, at_once)
+            await self._read_together(array, requests, decoding, at_once)
             return
 
         async def by_chunk() -> AsyncIterator[Coroutine[Any, Any, None]]:
             for some in requests_by_chunk(requests, chunks):
                 await decoding.take(self._chunk_bytes)
-                yield self._read_together(some, decoding, self._chunk_bytes)
+                yield self._read_together(array, some, decoding, self._chunk_bytes)
 
         await wait_all(by_chunk())
 
-    async def _read_together(self, requests: Sequence[Request], decoding: Budget, taken: int) -> None:
+    async def _read_together(
+        self, array: ts.TensorStore, requests: Sequence[Request], decoding: Budget, taken: int
+    ) -> None:
         """Reads boxes together, then gives back their chunks' memory."""
         writes: list[ts.WriteFutures] = []
         try:
-            array = self._decoder()
             for box, buffer in requests:
                 out = ts.array(buffer, write=True, copy=False)
                 writes.append(out.write(array if buffer.shape == self.shape else array[box_slices(box)]))
@@ -333,18 +332,3 @@ class _BoxChecksums(Checksums):
 async def _names_of(array: ts.TensorStore) -> list[str]:
     assert array.kvstore is not None
     return [name.decode("utf-8", "replace") for name in await array.kvstore.list()]
-
-
-def _checking_codec(metadata: Mapping[str, Any]) -> str | None:
-    """Finds the checksumming codec in a zarr array's metadata."""
-    pending = [*metadata.get("codecs", ()), metadata.get("compressor")]
-    while pending:
-        codec = pending.pop(0)
-        if not isinstance(codec, Mapping):
-            continue
-        name = codec.get("name", codec.get("id"))
-        settings = codec.get("configuration", codec)
-        if name in _CHECKING_CODECS or (name == "zstd" and settings.get("checksum")):
-            return name
-        pending += settings.get("codecs", ())
-    return None

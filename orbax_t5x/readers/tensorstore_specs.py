@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from orbax_t5x.files.ranges import ANYONE, NO_BYTES, BoundedRange, ReadContext
 from orbax_t5x.readers.tensorstore_errors import typed_error
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
@@ -47,6 +48,11 @@ def array_spec(
     }
 
 
+def open_known(spec: Mapping[str, Any], context: ts.Context) -> ts.TensorStore:
+    """Opens an array by a spec that holds its metadata."""
+    return ts.open(dict(spec), open=True, assume_metadata=True, read=True, context=context).result()
+
+
 def _below(directory: Mapping[str, Any], name: str) -> dict[str, Any]:
     path = directory["path"]
     slash = "" if not path or path.endswith("/") else "/"
@@ -57,11 +63,28 @@ def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": _below(directory, ""), "cache_pool": "cache_pool#ocdbt"}
 
 
-def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:
-    """Reads the manifest and the root node of an OCDBT database."""
-    spec = {**_database(directory), "path": ""}
-    try:
-        ts.KvStore.open(spec, context=context).result().read("/").result()
-    except (ValueError, NotImplementedError) as error:
-        doing = "opening its OCDBT database"
-        raise typed_error(error, path=path, leaf=None, doing=doing, is_remote=False) from error
+class TensorStoreValues:
+    """Values of a local OCDBT database, read by TensorStore.
+
+    For databases of kinds that `OcdbtValues` refuses; implements `Named`.
+    """
+
+    def __init__(self, directory: Mapping[str, Any], path: str, context: ts.Context):
+        """Opens the database, reading nothing."""
+        self.path: str = path
+        self._values = ts.KvStore.open({**_database(directory), "path": ""}, context=context).result()
+
+    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        """Implements `Named.read_range`."""
+        try:
+            found = self._values.read(name).result()
+        except (ValueError, NotImplementedError) as error:
+            doing = "opening its OCDBT database"
+            raise typed_error(error, path=self.path, leaf=context.leaf, doing=doing, is_remote=False) from error
+        if found.state != "value":
+            return None
+        return found.value[wanted.within(len(found.value), f"the value {name!r}", path=self.path, leaf=context.leaf)]
+
+    def check(self) -> None:
+        """Reads the manifest and the root node."""
+        self.read_range("/", NO_BYTES)

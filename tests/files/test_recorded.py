@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError
 from orbax_t5x.files.interface import Snapshot
@@ -77,17 +76,6 @@ def test_nothing_is_recorded_outside_of_an_opening(root):
     assert type(files_at(str(root))) is LocalFiles
     with using(Transcript()):
         assert type(files_at(str(root))) is RecordedFiles
-
-
-def test_metadata_of_arrays_are_known_to_the_others(root):
-    array = ts.open(
-        {"driver": "zarr", "kvstore": f"file://{root}/zarr/"}, dtype="int8", shape=[2], create=True
-    ).result()
-    place = array.spec().to_json()["kvstore"]
-    _, received = received_after(root, lambda files: files.note_array(array))
-    with using(received):
-        files = files_at(str(root))
-        assert files.known_metadata(place)["shape"] == [2] and files.known_metadata({"path": "z"}) is None
 
 
 def test_a_file_of_another_size_differs_between_processes(root):

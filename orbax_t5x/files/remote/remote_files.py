@@ -249,7 +249,8 @@ class RemoteFiles(Files):
         return stamp
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        path, name = self.locate(directory, leaf=leaf), f"{directory}/{metadata}"
+        path = self.locate(directory, leaf=leaf) if directory else self.path
+        name = f"{directory}/{metadata}" if directory else metadata
         files = Snapshot(self, [directory], name, leaf=leaf)
         data = self.read_whole(name, limit=limit, leaf=leaf)
         return ArrayDirectory(path, path, None, data, files)

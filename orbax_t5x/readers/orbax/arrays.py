@@ -7,15 +7,14 @@ are proven plain and remembered, so that a later read notices when they have cha
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from orbax_t5x.concurrency import waiting_pool
+from orbax_t5x.concurrency import OnceEach, waiting_pool
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -25,17 +24,17 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import Files, Snapshot
 from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.ranges import BoundedRange, ReadContext
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.chunk_grid import ArrayLayout
+from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata, array_key, inside
-from orbax_t5x.readers.small_arrays import SmallArray, SmallArrayLeaf, SmallArrays
+from orbax_t5x.readers.small_arrays import chunked_leaf
 from orbax_t5x.readers.tensorstore_errors import typed_error
-from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
-from orbax_t5x.readers.tensorstore_specs import array_spec
+from orbax_t5x.readers.tensorstore_specs import TensorStoreValues, array_spec
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
 _OPENING_AT_ONCE = 4096
@@ -50,16 +49,12 @@ class NamedNode(NamedTuple):
     node: NodeMetadata
 
 
-_Opening: TypeAlias = "SmallArray | ts.Future[ts.TensorStore] | concurrent.futures.Future[FetchedArray | SmallArray]"
-
-
 @dataclasses.dataclass(frozen=True)
 class ItemArrays:
     """The arrays of an item: their storage, and how they are opened.
 
     `name` is the item's directory relative to the root, `database` has the files of the database that holds them all,
-    or is None where each array has a directory of its own. `values` are the database's, unless only TensorStore reads
-    it.
+    or is None where each array has a directory of its own. `values` are the database's.
     """
 
     root: Files
@@ -68,16 +63,21 @@ class ItemArrays:
     database: Snapshot | None
     metadata: ItemMetadata
     prng_impls: Mapping[str, str]
-    plain_directories: frozenset[str]
     sums: ItemSums
-    values: OcdbtValues | None
+    values: OcdbtValues | TensorStoreValues | None
     context: ts.Context
     limits: Limits
+    kinds: OnceEach[bytes, ArrayKind] = dataclasses.field(default_factory=OnceEach[bytes, ArrayKind])
 
     @property
     def array_metadata(self) -> str:
         """The name of the metadata file in an array's directory."""
         return "zarr.json" if self.metadata.use_zarr3 else ".zarray"
+
+    @functools.cached_property
+    def kvstore(self) -> dict[str, Any] | None:
+        """TensorStore's spec of the item, or None if it is remote."""
+        return self.root.kvstore(self.name)
 
     @functools.cached_property
     def absent_is_fill(self) -> bool:
@@ -86,94 +86,67 @@ class ItemArrays:
 
     def open(self, nodes: Sequence[NamedNode]) -> Iterator[Leaf]:
         """Yields the leaves of all nodes, in their order."""
-        small: SmallArrays | None = None
-        if self.values is not None:
-            small = SmallArrays(self.values, self._fetched, self.array_metadata, self.limits)
-        kvstore = self.root.kvstore(self.name)
+        if not self.root.is_remote:
+            yield from map(self._leaf, nodes)
+            return
         for start in range(0, len(nodes), _OPENING_AT_ONCE):
             some = nodes[start : start + _OPENING_AT_ONCE]
             if self.database is None:
                 directories = [inside(self.name, array_key(named.node.param)) for named in some]
-                self.root.stat_ahead([inside(directory, self.array_metadata) for directory in directories])
-            opening = [self._start(named, kvstore, small) for named in some]
-            for named, begun in zip(some, opening, strict=True):
-                yield self._finish(named, begun)
+                files = [inside(directory, self.array_metadata) for directory in directories]
+                self.root.stat_ahead(files)
+                self.root.read_ahead(files, limit=self.limits.json_bytes)
+            yield from waiting_pool().map(self._leaf, some)
 
-    def _fetched(self, key: str, leaf: str) -> FetchedArray:
-        """Opens an array with chunks fetched by us."""
-        values, name = (self.root, inside(self.name, key)) if self.values is None else (self.values, key)
-        zarr3, absent_is_fill = self.metadata.use_zarr3, self.absent_is_fill
-        options: dict[str, Any] = {"zarr3": zarr3, "absent_is_fill": absent_is_fill, "limits": self.limits}
-        return FetchedArray(values, name, context=self.context, leaf=leaf, **options)
-
-    def _start(
-        self, named: NamedNode, kvstore: Mapping[str, Any] | None, small: SmallArrays | None
-    ) -> tuple[Snapshot, _Opening] | CheckpointError:
-        """Begins to open an array; returns its files as they were before."""
-        key = array_key(named.node.param)
+    def _leaf(self, named: NamedNode) -> Leaf:
+        """Makes the leaf of an array, broken if it cannot be read."""
         try:
-            files = self._files(named) if self.database is None else self.database
-            if kvstore is None:
-                find = small.find if small else lambda key, leaf: None
-                return files, waiting_pool().submit(lambda: find(key, named.name) or self._fetched(key, named.name))
-            if small is not None and (found := small.find(key, named.name)) is not None:
-                return files, found
-            is_ocdbt, zarr3 = self.database is not None, self.metadata.use_zarr3
-            spec = array_spec(kvstore, key, ocdbt=is_ocdbt, zarr3=zarr3, absent_is_fill=self.absent_is_fill)
-            known = self.root.known_metadata(spec["kvstore"])
-            if known is None:
-                return files, ts.open(spec, open=True, read=True, context=self.context)
-            spec["metadata"] = known
-            return files, ts.open(spec, open=True, assume_metadata=True, read=True, context=self.context)
+            array, files = self._array(named)
+            self.limits.require_shape(array.kind.shape, array.kind.dtype)
+            return chunked_leaf(
+                named.name,
+                self.directory,
+                array,
+                None if self.kvstore is None else functools.partial(self._spec, self.kvstore, named),
+                root=self.root,
+                prng_impl=self.prng_impls.get(named.node.param),
+                sums=self.sums.of(named.node.param),
+                inline_bytes=0 if self.database is None else _INLINE_BYTES,
+                files=files,
+                limits=self.limits,
+            )
         except CheckpointError as error:
-            return error
-        except ValueError as error:
-            return self._typed(error, named)
-
-    def _typed(self, error: Exception, named: NamedNode) -> CheckpointError:
-        return typed_error(
-            error, path=self.directory, leaf=named.name, doing="opening it", is_remote=self.root.is_remote
-        )
-
-    def _files(self, named: NamedNode) -> Snapshot:
-        """Returns the files in the directory of an array, proven plain."""
-        own = array_key(named.node.param)
-        inner = inside(self.name, own)  # of a tree that is one array, the item itself
-        try:
-            if own and own not in self.plain_directories:
-                self.root.locate(inner, leaf=named.name)
-            return Snapshot(self.root, [inner], inside(inner, self.array_metadata), leaf=named.name)
-        except (CheckpointNotFoundError, CheckpointGoneError):
-            raise CorruptCheckpointError(
-                "the directory of its array is missing", path=self.root.join(inner), leaf=named.name
-            ) from None
-
-    def _finish(self, named: NamedNode, begun: tuple[Snapshot, _Opening] | CheckpointError) -> Leaf:
-        """Returns the leaf of an opened array, broken if it failed."""
-        if isinstance(begun, CheckpointError):
-            return BrokenLeaf(named.name, begun)
-        files, opening = begun
-        make: Callable[..., TensorStoreLeaf]
-        try:
-            array = opening if isinstance(opening, SmallArray) else opening.result()
-            if isinstance(array, SmallArray):
-                make = functools.partial(SmallArrayLeaf, named.name, self.directory, array)
-            else:
-                if isinstance(array, ts.TensorStore):
-                    self.root.note_array(array)
-                layout = ArrayLayout.of(array) if isinstance(array, ts.TensorStore) else array.layout
-                self.limits.require_shape(layout.shape, layout.dtype)
-                make = functools.partial(TensorStoreLeaf, named.name, self.directory, layout, array)
-        except CheckpointError as error:
-            return BrokenLeaf(named.name, error_at(error, path=self.directory, leaf=named.name))
+            return BrokenLeaf(named.name, error_at(error, path=error.path or self.directory, leaf=named.name))
         except (ValueError, NotImplementedError) as error:
-            return BrokenLeaf(named.name, self._typed(error, named))
-        return make(
-            self.root,
-            prng_impl=self.prng_impls.get(named.node.param),
-            sums=self.sums.of(named.node.param),
-            absent_is_fill=self.absent_is_fill,
-            inline_bytes=0 if self.database is None else _INLINE_BYTES,
-            files=files,
-            limits=self.limits,
+            doing, is_remote = "opening it", self.root.is_remote
+            typed = typed_error(error, path=self.directory, leaf=named.name, doing=doing, is_remote=is_remote)
+            return BrokenLeaf(named.name, typed)
+
+    def _array(self, named: NamedNode) -> tuple[FetchedArray, Snapshot]:
+        """Finds an array and its files; they are seen before its metadata."""
+        key, limit = array_key(named.node.param), self.limits.json_bytes
+        if self.database is not None and self.values is not None:
+            name = inside(key, self.array_metadata)
+            data = self.values.read_range(name, BoundedRange.whole(limit), ReadContext(named.name))
+            if data is None:
+                raise CorruptCheckpointError(f"opening it: {name} is missing", path=self.directory)
+            return FetchedArray(self._kind(data), self.values, key), self.database
+        directory = inside(self.name, key)  # of a tree that is one array, the item itself
+        try:
+            found = self.root.array_directory(directory, self.array_metadata, limit=limit, leaf=named.name)
+        except (CheckpointNotFoundError, CheckpointGoneError):
+            path = self.root.join(directory)
+            message = f"the directory of its array, or {self.array_metadata} in it, is missing"
+            raise CorruptCheckpointError(message, path=path) from None
+        return FetchedArray(self._kind(found.metadata), self.root, directory), found.files
+
+    def _kind(self, data: bytes) -> ArrayKind:
+        zarr3, absent_is_fill = self.metadata.use_zarr3, self.absent_is_fill
+        make = functools.partial(ArrayKind, data, zarr3=zarr3, absent_is_fill=absent_is_fill, context=self.context)
+        return self.kinds.get(data, make)
+
+    def _spec(self, kvstore: Mapping[str, Any], named: NamedNode) -> dict[str, Any]:
+        is_ocdbt, zarr3 = self.database is not None, self.metadata.use_zarr3
+        return array_spec(
+            kvstore, array_key(named.node.param), ocdbt=is_ocdbt, zarr3=zarr3, absent_is_fill=self.absent_is_fill
         )

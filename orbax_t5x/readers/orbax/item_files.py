@@ -28,7 +28,6 @@ class ItemFiles(NamedTuple):
     strings: bool
     checksums: bool
     array_metadatas: Sequence[str]
-    plain_directories: frozenset[str]
     database: Sequence[str]
 
 
@@ -47,7 +46,6 @@ def find_item_files(store: Files, item: str) -> ItemFiles:
         strings=STRINGS_FILE in entries,
         checksums=CHECKSUMS_FILE in entries,
         array_metadatas=metadatas,
-        plain_directories=frozenset(filter(entries.get, entries)),
         database=sorted(name for name in entries if name in _DATABASE or name.startswith(PROCESS_PREFIX)),
     )
 
@@ -72,7 +70,7 @@ def _find_remote(store: Files, item: str) -> ItemFiles:
         if count < len(names):
             break
         found = store.has_files([inside(item, name) for name in _metadata_names(len(metadatas))])
-    return ItemFiles(manifest, strings, checksums, metadatas, frozenset(), [MANIFEST_FILE])
+    return ItemFiles(manifest, strings, checksums, metadatas, [MANIFEST_FILE])
 
 
 def _metadata_names(first: int) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -68,7 +67,7 @@ from orbax_t5x.readers.orbax.steps import (
     newest_first,
     step_of_name,
 )
-from orbax_t5x.readers.tensorstore_specs import check_database, make_context
+from orbax_t5x.readers.tensorstore_specs import TensorStoreValues, make_context
 from orbax_t5x.trees.dtypes import kind_of
 
 _aggregate = on_demand.function("orbax_t5x.readers.orbax.aggregate", "Aggregate")  # checkpoints of old Orbax only
@@ -303,7 +302,8 @@ class _OrbaxOpening:
             except (UnsupportedCheckpointError, LimitExceededError):  # TensorStore may read it
                 if (kvstore := self._root.kvstore(item)) is None:
                     raise
-                answered(["database", directory], partial(check_database, kvstore, directory, self._context))
+                values = TensorStoreValues(kvstore, directory, self._context)
+                answered(["database", directory], values.check)
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
         texts = [node.param for node in metadata.nodes if node.value_type == "string"]
         strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
@@ -322,8 +322,7 @@ class _OrbaxOpening:
                 arrays.append(named)
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
         opener = ItemArrays(
-            *(self._root, item, directory, database, metadata, impls, files.plain_directories, sums, values),
-            *(self._context, self._limits),
+            *(self._root, item, directory, database, metadata, impls, sums, values), *(self._context, self._limits)
         )
         for leaf in opener.open(arrays):
             self._leaves[leaf.name] = leaf

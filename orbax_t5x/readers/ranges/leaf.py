@@ -12,7 +12,7 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import FilePlace
 from orbax_t5x.lazy.box import Box, box_slices
-from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, FileExtent, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, FileExtent, HeldRead, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadableRange, ReadOutcome, StoredRange
 from orbax_t5x.readers.ranges.extents import DeferredExtents, JoinedExtents
@@ -93,24 +93,30 @@ class ByteRangeLeaf(RangeLeaf):
         for one in outcome.ranges:
             stats.add_range(self, one)
 
-    def read_held(self, requests: Sequence[Request], data: np.ndarray, stats: ReadStats) -> int:
-        stored = self.range
-        is_one = len(requests) == 1
-        wanted = requests[0].out.nbytes if is_one else self.bytes_of(tuple([request.box for request in requests]))
-        is_summed = self.crc is not None and stats.verify != "off"
-        # A sum is of the whole; joined ranges may lie in another order.
-        is_other = isinstance(stored.file, JoinedExtents) or (is_summed and wanted != data.nbytes)
-        if is_other or not isinstance(stored, ByteRange) or stored.swap or not as_stored(self.dtype):
-            return super().read_held(requests, data, stats)
-        array = data.view(self.dtype).reshape(self.shape)
-        for box, out in requests:
-            part = array if out.shape == self.shape else array[box_slices(box)]
-            if part.shape != out.shape or out.dtype != self.dtype:
-                raise ValueError(f"{self.name}: a buffer of {out.dtype} {out.shape} for {box} of {self!r}")
-            out[...] = part
-        if is_summed and wanted:
-            stats.add_range(self, ChecksummedRange(0, wanted, stored.kind.extend(0, data)))
-        return wanted
+    @classmethod
+    def read_held(cls, reads: Sequence[HeldRead], stats: ReadStats) -> int:
+        total = 0
+        for leaf, requests, data in reads:
+            assert isinstance(leaf, ByteRangeLeaf)
+            stored, dtype = leaf.range, leaf.dtype
+            is_one = len(requests) == 1
+            wanted = requests[0].out.nbytes if is_one else leaf.bytes_of(tuple([request.box for request in requests]))
+            is_summed = leaf.crc is not None and stats.verify != "off"
+            # A sum is of the whole; joined ranges may lie in another order.
+            is_other = isinstance(stored.file, JoinedExtents) or (is_summed and wanted != data.nbytes)
+            if is_other or not isinstance(stored, ByteRange) or stored.swap or not as_stored(dtype):
+                leaf.read_blocking(requests, stats)
+                continue
+            array = data.view(dtype).reshape(leaf.shape)
+            for box, out in requests:
+                part = array if out.shape == leaf.shape else array[box_slices(box)]
+                if part.shape != out.shape or out.dtype != dtype:
+                    raise ValueError(f"{leaf.name}: a buffer of {out.dtype} {out.shape} for {box} of {leaf!r}")
+                out[...] = part
+            if is_summed and wanted:
+                stats.add_range(leaf, ChecksummedRange(0, wanted, stored.kind.extend(0, data)))
+            total += wanted
+        return total
 
     def copy_blocking(self, box: Box, sink: Callable[[int, np.ndarray], None], stats: ReadStats) -> int | None:
         """Passes a box's bytes to `sink`, returns their crc32c; blocks."""

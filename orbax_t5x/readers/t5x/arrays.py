@@ -9,11 +9,11 @@ nothing before a box is wanted; then the files are looked at once more.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Hashable, Sequence
 from functools import partial
 
 import numpy as np
-import tensorstore as ts
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -27,13 +27,14 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.interface import ArrayDirectory, Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.leaves import BrokenLeaf
+from orbax_t5x.readers.small_arrays import chunked_leaf
 from orbax_t5x.readers.t5x.specs import ArraySpec, parse_spec
 from orbax_t5x.readers.t5x.zarr_metadata import METADATA_FILE, ZarrMetadata, parse_zarr_metadata
 from orbax_t5x.readers.tensorstore_errors import typed_error
-from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec, make_context
 
 # The newest version whose uint16 arrays are the bits of bfloat16; later ones store bfloat16 as itself.
@@ -55,7 +56,7 @@ class ZarrArrays:
         self._limits = limits
         self._context = make_context()
         self._leaf_of: dict[Hashable, str] = {}
-        self._accepted: set[Hashable] = set()
+        self._kinds: dict[bytes, ArrayKind] = {}
         # Layers are alike: thousands of arrays have a few metadata.
         self._parsed: dict[bytes, ZarrMetadata] = {}
         self.index_bytes: int = 0
@@ -134,46 +135,21 @@ class ZarrArrays:
                 path=found.path,
                 leaf=name,
             )
-        layout = metadata.bfloat16_layout if as_bfloat16 else metadata.layout
-        array = opened = partial(self._open_array, name, spec, found, metadata, as_bfloat16)
-        # TensorStore accepts arrays that differ only in sizes alike: the others open when they are read.
-        if metadata.kind not in self._accepted:
-            array = opened()
-            if metadata.kind is not None:
-                self._accepted.add(metadata.kind)
-        is_filled = metadata.fill_value is not None
-        return TensorStoreLeaf(
-            name,
-            found.path,
-            layout,
-            array,
-            self._root,
-            absent_is_fill=is_filled,
-            files=found.files,
-            limits=self._limits,
-        )
-
-    def _open_array(
-        self, name: str, spec: ArraySpec, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
-    ) -> ts.TensorStore | FetchedArray:
-        absent_is_fill = metadata.fill_value is not None
-        written = metadata.spec(as_bfloat16=as_bfloat16)
+        kind = self._kinds.get(found.metadata)
         try:
-            if found.kvstore is None:
-                return FetchedArray(
-                    self._root,
-                    spec.directory,
-                    context=self._context,
-                    zarr3=False,
-                    absent_is_fill=absent_is_fill,
-                    metadata=written,
-                    leaf=name,
-                    limits=self._limits,
+            if kind is None:
+                data, fills = (
+                    json.dumps(metadata.spec(as_bfloat16=as_bfloat16)).encode(),
+                    metadata.fill_value is not None,
                 )
-            ours = array_spec(found.kvstore, "", ocdbt=False, zarr3=False, absent_is_fill=absent_is_fill)
-            ours["metadata"] = written
-            return ts.open(ours, open=True, assume_metadata=True, read=True, context=self._context).result()
+                kind = ArrayKind(data, zarr3=False, absent_is_fill=fills, context=self._context)
+                self._kinds[found.metadata] = kind
         except (ValueError, NotImplementedError, OverflowError) as error:
-            raise typed_error(
-                error, path=found.path, leaf=name, doing="opening it", is_remote=self._root.is_remote
-            ) from error
+            doing, is_remote = "opening it", self._root.is_remote
+            raise typed_error(error, path=found.path, leaf=name, doing=doing, is_remote=is_remote) from error
+        ours = None
+        if found.kvstore is not None:
+            fills = metadata.fill_value is not None
+            ours = partial(array_spec, found.kvstore, "", ocdbt=False, zarr3=False, absent_is_fill=fills)
+        array = FetchedArray(kind, self._root, spec.directory)
+        return chunked_leaf(name, found.path, array, ours, root=self._root, files=found.files, limits=self._limits)

@@ -8,9 +8,7 @@ reaches it. Pure: bytes in, a record or an error out.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Hashable
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +17,6 @@ import numpy as np
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.strict_json import parse_object
-from orbax_t5x.readers.chunk_grid import ArrayLayout
 
 METADATA_FILE = ".zarray"
 _REQUIRED = ("chunks", "compressor", "dtype", "fill_value", "filters", "order", "shape", "zarr_format")
@@ -29,8 +26,6 @@ _CODECS = {"gzip": {"level"}, "zstd": {"level", "checksum"}}
 # Far beyond the levels of any codec, and below what TensorStore counts.
 _MOST_LEVEL = 1 << 31
 _BFLOAT16 = "bfloat16"
-# Below this, TensorStore can count every index of an array and of its last chunk, which may end outside it.
-_UNCOUNTED = 1 << 60
 
 _DTYPES: dict[str, np.dtype] = {
     "|b1": np.dtype(np.bool_),
@@ -78,24 +73,6 @@ class ZarrMetadata:
             "filters": None,
             "dimension_separator": self.separator,
         }
-
-    @functools.cached_property
-    def layout(self) -> ArrayLayout:
-        """The layout of the array."""
-        return ArrayLayout(self.shape, self.dtype, self.chunks, self.chunks)
-
-    @functools.cached_property
-    def bfloat16_layout(self) -> ArrayLayout:
-        """The layout of the array read as bfloat16."""
-        return self.layout._replace(dtype=_DTYPES[_BFLOAT16])
-
-    @functools.cached_property
-    def kind(self) -> Hashable | None:
-        """Key of arrays that TensorStore accepts or rejects alike."""
-        if max((*self.shape, *self.chunks), default=0) >= _UNCOUNTED:
-            return None
-        codec = tuple((self.compressor or {}).items())
-        return self.stored_dtype, codec, repr(self.fill_value), self.order, self.separator, len(self.shape)
 
 
 def parse_zarr_metadata(data: bytes, path: str, leaf: str, limits: Limits) -> ZarrMetadata:

@@ -26,6 +26,8 @@ from orbax_t5x.restoring.target_leaf import TargetLeaf, key_impl_of
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
 _ALIGNMENT = 64
+# Shards of smaller arrays follow one another without gaps: one read costs less than JAX's copies of them.
+_PACKED_BYTES = 1 << 16
 _BYTE = np.dtype(np.uint8)
 # Devices of these compute in the host's memory: an array takes its buffer over, and no transfer is under way.
 _HOST_PLATFORMS = frozenset({"cpu"})
@@ -40,7 +42,7 @@ class BufferLayout:
 
     Attributes:
       boxes, shapes: of the unique shards.
-      starts, stops: bytes within the allocation; each buffer begins at a 64-byte boundary.
+      starts, stops: bytes within the allocation; each buffer of a larger array begins at a 64-byte boundary.
       size: bytes of the allocation.
       position_of: (start, stop) per dimension, as a shard's index has them -> position in `boxes`.
       read_boxes: the boxes to read. Shards that follow one another along the leading dimension, and so in memory, are
@@ -127,19 +129,20 @@ class StagingBuffers:
 @functools.lru_cache(maxsize=1 << 14)
 def _layout(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], itemsize: int) -> BufferLayout:
     boxes = addressable_boxes(sharding, shape)
+    joined = _joined(boxes, shape)
+    alignment = 1 if joined is not None and box_size(joined) * itemsize <= _PACKED_BYTES else _ALIGNMENT
     starts: list[int] = []
     stops: list[int] = []
     end = 0
     for box in boxes:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        start = -(-end // alignment) * alignment
         end = start + box_size(box) * itemsize
         starts.append(start)
         stops.append(end)
     positions = {box: position for position, box in enumerate(boxes)}
     indices = () if sharding is None else shard_indices(sharding, shape)
     position_of = {_raw_index(index): positions[box_of_index(index or (), shape)] for index in indices}
-    joined = _joined(boxes, shape) if starts[1:] == stops[:-1] else None
-    read_boxes = boxes if joined is None else (joined,)
+    read_boxes = boxes if joined is None or starts[1:] != stops[:-1] else (joined,)
     shapes, read_shapes = tuple(map(box_shape, boxes)), tuple(map(box_shape, read_boxes))
     return BufferLayout(boxes, shapes, tuple(starts), tuple(stops), end, position_of, read_boxes, read_shapes)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.readers.chunk_grid import ArrayLayout
+from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.t5x import arrays
 from orbax_t5x.readers.t5x.zarr_metadata import parse_zarr_metadata
 
@@ -47,15 +47,13 @@ def openings(monkeypatch):
     """The specs with which the reader has TensorStore open arrays."""
     seen = []
 
-    class Counting:
-        TensorStore, Context = ts.TensorStore, ts.Context
+    opened = ts.open
 
-        @staticmethod
-        def open(spec, **keywords):
-            seen.append(spec)
-            return ts.open(spec, **keywords)
+    def counting(spec, **keywords):
+        seen.append(spec)
+        return opened(spec, **keywords)
 
-    monkeypatch.setattr(arrays, "ts", Counting)
+    monkeypatch.setattr(ts, "open", counting)
     return seen
 
 
@@ -68,24 +66,28 @@ def test_the_layout_is_what_tensorstore_says(data, dtype, shape):
     metadata = parse_zarr_metadata(document.encode(), "file", "leaf", ot.Limits())
     spec = {"driver": "zarr", "kvstore": "memory://", "metadata": metadata.spec(as_bfloat16=as_bfloat16)}
     opened = ts.open(spec, open=True, assume_metadata=True).result()
-    layout = metadata.bfloat16_layout if as_bfloat16 else metadata.layout
-    assert layout == ArrayLayout.of(opened)
-    assert layout.dtype == (ml_dtypes.bfloat16 if as_bfloat16 else dtype)
+    data = json.dumps(metadata.spec(as_bfloat16=as_bfloat16)).encode()
+    kind = ArrayKind(data, zarr3=False, absent_is_fill=False, context=ts.Context())
+    assert kind.shape == tuple(opened.shape) == metadata.shape
+    assert kind.chunk == kind.shard == tuple(opened.chunk_layout.read_chunk.shape or ()) == metadata.chunks
+    assert kind.dtype == (ml_dtypes.bfloat16 if as_bfloat16 else dtype)
 
 
-def test_arrays_alike_but_for_their_sizes_are_opened_when_they_are_read(tmp_path, openings):
-    values = {f"layer_{size}": np.arange(4.0 * size, dtype=np.float32).reshape(4, size) for size in (3, 5, 7)}
+def test_small_arrays_are_opened_once_for_each_metadata(tmp_path, openings):
+    shapes = {f"layer_{number}": (4, (3, 5, 7)[number % 3]) for number in range(6)}
+    values = {name: np.random.default_rng(0).random(shape, np.float32) for name, shape in shapes.items()}
     step = step_of(tmp_path, {name: zarray(value.shape, (2, 3)) for name, value in values.items()})
     for name, value in values.items():
         spec = {"driver": "zarr", "kvstore": f"file://{step}/{name}/"}
         ts.open(spec, open=True).result().write(value).result()
+    openings.clear()
     with ot.open_checkpoint(step) as checkpoint:
-        assert len(openings) == 1
+        assert len(openings) == 3
         assert {name: leaf.shape for name, leaf in checkpoint.leaves.items()} == {k: v.shape for k, v in values.items()}
         for _ in range(2):
             for name, value in values.items():
                 np.testing.assert_array_equal(checkpoint.leaves[name][1:].get(), value[1:])
-    assert len(openings) == len(values)
+    assert len(openings) == 3
 
 
 def test_metadata_of_the_same_bytes_are_parsed_once_and_damage_is_each_leafs_own(tmp_path, monkeypatch):
