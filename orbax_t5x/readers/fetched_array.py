@@ -16,8 +16,9 @@ import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.concurrency import Budget, OnceEach, run_in_pool, wait_all, waiting_pool
-from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
 from orbax_t5x.files.interface import Named
+from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange, ReadContext, RequestGroup
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.array_kind import ArrayKind, Sharding
@@ -126,7 +127,14 @@ class FetchedArray:
 
     def read_stored(self, key: str, context: ReadContext) -> bytes | None:
         """Reads a chunk or shard as it is stored, or returns None."""
-        return self.values.read_range(self._prefix + key, BoundedRange.whole(self.kind.most_encoded), context)
+        wanted = BoundedRange.whole(self.kind.most_encoded)
+        try:
+            return self.values.read_range(self._prefix + key, wanted, context)
+        except LimitExceededError as error:
+            if not isinstance(self.values, LocalFiles):
+                raise  # a server has sent more than it may, which may be an answer of another kind
+            # No codec makes so much of a chunk.
+            raise CorruptCheckpointError(error.message, path=error.path, leaf=error.leaf) from None
 
     def require_fill_value(self, key: str, leaf: str | None) -> np.ndarray:
         """Returns the value of an absent chunk, unless it is damage."""

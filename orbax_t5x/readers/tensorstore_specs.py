@@ -64,15 +64,16 @@ def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TensorStoreValues:
-    """Values of a local OCDBT database, read by TensorStore.
+    """Values of a local database or directory, read by TensorStore.
 
-    For databases of kinds that `OcdbtValues` refuses; implements `Named`.
+    For databases of kinds that `OcdbtValues` refuses, and names that `Files` refuses; implements `Named`.
     """
 
-    def __init__(self, directory: Mapping[str, Any], path: str, context: ts.Context):
-        """Opens the database, reading nothing."""
+    def __init__(self, directory: Mapping[str, Any], path: str, context: ts.Context, *, is_database: bool = True):
+        """Opens them, reading nothing."""
+        spec = {**_database(directory), "path": ""} if is_database else _below(directory, "")
         self.path: str = path
-        self._values = ts.KvStore.open({**_database(directory), "path": ""}, context=context).result()
+        self._values = ts.KvStore.open(spec, context=context).result()
 
     def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
         """Implements `Named.read_range`."""

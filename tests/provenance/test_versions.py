@@ -139,7 +139,7 @@ def test_named_sources_have_each_the_version_of_their_own(tmp_path):
     }
     target = dict.fromkeys(sources, TARGET)
     plan = ot.plan_restore(sources, target)
-    assert "migrations: 3 of 9 were applied before: run/rename, told/rename, told/swap" in str(plan)
+    assert "migrations: 3 of 9 were applied before: run/rename, told/rename, told/swap" in " ".join(str(plan).split())
     for _ in range(2):
         with ocp.CheckpointManager(tmp_path / "next", item_handlers=ot.TrainStateHandler()) as manager:
             start = ot.restore_or_initialize(manager, target, init_from=sources)

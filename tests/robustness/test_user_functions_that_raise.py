@@ -18,7 +18,8 @@ import numpy as np
 import jax
 from safetensors.numpy import save_file
 import orbax_t5x as ot
-from orbax_t5x.lazy import as_view, stack
+from orbax_t5x.lazy import as_view
+from orbax_t5x.lazy.several import stack
 
 KINDS = [ValueError, StopIteration, StopAsyncIteration, KeyboardInterrupt, SystemExit, GeneratorExit,
          asyncio.CancelledError]

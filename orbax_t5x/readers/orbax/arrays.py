@@ -49,6 +49,10 @@ class NamedNode(NamedTuple):
     node: NodeMetadata
 
 
+# Names that a URL takes for `..`, which are none in TensorStore's files.
+_ENCODED_DOTS = frozenset({"%2e%2e", "%2e.", ".%2e"})
+
+
 @dataclasses.dataclass(frozen=True)
 class ItemArrays:
     """The arrays of an item: their storage, and how they are opened.
@@ -132,6 +136,14 @@ class ItemArrays:
                 raise CorruptCheckpointError(f"opening it: {name} is missing", path=self.directory)
             return FetchedArray(self._kind(data), self.values, key), self.database
         directory = inside(self.name, key)  # of a tree that is one array, the item itself
+        if self.kvstore is not None and key.lower() in _ENCODED_DOTS:
+            self.root.require_plain(self.name, leaf=named.name)
+            values = TensorStoreValues(self.kvstore, self.directory, self.context, is_database=False)
+            data = values.read_range(
+                inside(key, self.array_metadata), BoundedRange.whole(limit), ReadContext(named.name)
+            )
+            files = Snapshot(self.root, [self.name], self.array_metadata, leaf=named.name)
+            return FetchedArray(self._kind(data or b""), values, key), files
         try:
             found = self.root.array_directory(directory, self.array_metadata, limit=limit, leaf=named.name)
         except (CheckpointNotFoundError, CheckpointGoneError):
