@@ -267,8 +267,8 @@ class Evidence:
         return one[0].template == one[1].template or self._sides.common(*one) > self._sides.common(*other)
 
     def _is_better_named(self, one: tuple[LeafKind, LeafKind], other: tuple[LeafKind, LeafKind]) -> bool:
-        """Tests the same without the words of roles."""
-        if not any(kind.usual for kind in (*one, *other)) or self._sides.contradict(*one):
+        """Tests the same of names as they stand."""
+        if self._sides.contradict(*one):
             return False
         return one[0].own_words & one[1].own_words > other[0].own_words & other[1].own_words
 

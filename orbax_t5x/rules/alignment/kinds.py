@@ -31,7 +31,6 @@ class LeafKind:
       bag: shape and dtype, equal for kinds that may be one, transposed or not.
       members: leaves by their places in lists of layers, with the lengths of these.
       usual: the template by the words of roles.
-      own_parts: the words of the name where roles have others.
     """
 
     template: Template
@@ -40,7 +39,6 @@ class LeafKind:
     bag: tuple[Any, ...]
     members: dict[Ranks, NamedLeaf] = dataclasses.field(default_factory=dict)
     usual: Template = ()
-    own_parts: Template = ()
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
@@ -49,8 +47,8 @@ class LeafKind:
 
     @functools.cached_property
     def own_words(self) -> frozenset[str]:
-        """The same of the name as it stands, without roles."""
-        return _words(self.own_parts or self.parts)
+        """The same of the name as it stands, with its numbers and without roles."""
+        return _words(tuple(part for part in self.template if part != LAYER))
 
     @functools.cached_property
     def module_parts(self) -> Template:
@@ -261,7 +259,6 @@ def _name_by_roles(sides: Sequence[Sequence[LeafKind]]) -> None:
             nodes = [kind.template[: at + 1] for at in range(len(kind.template))]
             kind.usual = tuple(words.get(node, node[-1]) for node in nodes)
             known = [words.get(node) for node in nodes if node[-1] != LAYER]
-            kind.own_parts = kind.parts
             kind.parts = tuple(word or part for word, part in zip(known, kind.parts, strict=True))
 
 
