@@ -47,7 +47,7 @@ class LeafKind:
 
     @functools.cached_property
     def own_words(self) -> frozenset[str]:
-        """The same of the name as it stands, with its numbers and without roles."""
+        """Words of the name as it stands, numbers included."""
         return _words(tuple(part for part in self.template if part != LAYER))
 
     @functools.cached_property
