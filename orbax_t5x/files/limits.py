@@ -15,8 +15,8 @@ from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, for_cal
 from orbax_t5x.files.memory import require_memory
 
 _MIB = 1 << 20
-# What is charged for a leaf beside its name. It takes some 400 bytes, and as many leaves as `Limits.entries` permits are
-# still listed: those take less than 1 GB in all.
+# What is charged for a leaf beside its name. It takes some 400 bytes, but all that `Limits.entries` permits are listed:
+# those take less than 1 GB.
 LEAF_BYTES = 64
 # Sizes of arrays are signed 64-bit numbers everywhere below.
 _MAX_BYTES = (1 << 63) - 1
