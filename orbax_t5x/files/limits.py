@@ -15,8 +15,7 @@ from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, for_cal
 from orbax_t5x.files.memory import require_memory
 
 _MIB = 1 << 20
-# What is charged for a leaf beside its name. It takes some 400 bytes, but all that `Limits.entries` permits are listed:
-# those take less than 1 GB.
+# What is charged for a leaf beside its name. It takes some 400 bytes, but all that `Limits.entries` permits are listed.
 LEAF_BYTES = 64
 # Sizes of arrays are signed 64-bit numbers everywhere below.
 _MAX_BYTES = (1 << 63) - 1
