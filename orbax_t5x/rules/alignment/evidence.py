@@ -92,6 +92,8 @@ class Evidence:
             return None if not is_same and _has_other_order(target.shape) else False
         if not target.is_square:
             return source.shape != target.shape
+        if source.heads and target.heads:
+            return (source.width == 2) != (target.width == 2)
         found = self._turns_of(source, target)
         if found:
             return next(iter(found)) if len(found) == 1 else None
@@ -436,8 +438,12 @@ class Evidence:
 
 
 def _has_other_order(shape: Shape) -> bool:
-    """Tests if another usual order of dimensions has this shape."""
-    return len(shape) > 2 and shape in (shape[::-1], (*shape[:-2], *shape[:-3:-1]), (*shape[2:], *shape[1::-1]))
+    """Tests if another usual order of dimensions has this shape; dimensions of 1 do not count."""
+    sizes = tuple(size for size in shape if size != 1)
+    orders = [sizes[::-1], (*sizes[:-2], *sizes[:-3:-1]), (*sizes[2:], *sizes[1::-1])]
+    if len(sizes) == 3:  # heads before or after the width
+        orders.append((*sizes[1::-1], sizes[2]))
+    return len(sizes) > 1 and sizes in orders
 
 
 def _is_called_the_same(one: LeafKind, other: LeafKind) -> bool:

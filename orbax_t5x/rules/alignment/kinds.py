@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from orbax_t5x.rules.alignment.heads import heads_of, with_matrices
 from orbax_t5x.rules.alignment.layers import LAYER, NamedLeaf, Shape, bag_of, leaves_and_layers, lists_of
 from orbax_t5x.rules.alignment.roles import roles_of
 from orbax_t5x.rules.alignment.words import Path, contradict, features, is_of_module, meaning_of, meanings
@@ -31,6 +32,8 @@ class LeafKind:
       bag: shape and dtype, equal for kinds that may be one, transposed or not.
       members: leaves by their places in lists of layers, with the lengths of these.
       usual: the template by the words of roles.
+      heads: their number and size in an array whose `shape` joins them; empty for other arrays.
+      width: the dimension of such an array that is the model's width.
     """
 
     template: Template
@@ -39,6 +42,8 @@ class LeafKind:
     bag: tuple[Any, ...]
     members: dict[Ranks, NamedLeaf] = dataclasses.field(default_factory=dict)
     usual: Template = ()
+    heads: Shape = ()
+    width: int | None = None
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
@@ -219,6 +224,7 @@ class Sides:
 
     def __init__(self, ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]):
         sides, layers = leaves_and_layers(ours, theirs)
+        sides = with_matrices(sides)
         # Without dimensions of 1 where the other side has none of the shape.
         bags = [{bag_of(leaf.shape, leaf.dtype) for leaf in side} for side in sides]
         ours_and_theirs = [_kinds(side, its, other) for side, its, other in zip(sides, layers, bags[::-1], strict=True)]
@@ -243,7 +249,9 @@ class Sides:
         return self._contradictions[key]
 
     def may_be_one(self, one: LeafKind, other: LeafKind) -> bool:
-        """Tests layers and dimensions of two kinds of a bag."""
+        """Tests layers, heads and dimensions of two kinds of a bag."""
+        if one.heads and other.heads and one.heads != other.heads:
+            return False
         if one.is_matrix and other.is_matrix:
             return not one.places.isdisjoint(other.places)
         straight = [tuple(size for size in kind.shape if size != 1) for kind in (one, other)]
@@ -281,7 +289,8 @@ def _kinds(
         bag = bag_of(leaf.shape, leaf.dtype)
         if bag not in other and 1 in leaf.shape:
             bag = bag_of(tuple(size for size in leaf.shape if size != 1), leaf.dtype)
-        kind = found.setdefault((template, leaf.shape, bag), LeafKind(template, parts, leaf.shape, bag))
+        new = LeafKind(template, parts, leaf.shape, bag, heads=heads_of(leaf), width=leaf.width)
+        kind = found.setdefault((template, leaf.shape, bag, new.heads, new.width), new)
         kind.members[ranks] = leaf
     return list(found.values())
 

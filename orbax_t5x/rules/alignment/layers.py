@@ -8,10 +8,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orbax_t5x.rules.alignment.words import Path, meaning_of, meanings
+from orbax_t5x.rules.alignment.words import Path, is_of_attention, meaning_of, meanings
 
 # In place of a layer's number.
 LAYER = "#"
@@ -33,6 +34,8 @@ class NamedLeaf(NamedTuple):
       path: of the name.
       layer: number of the layer on `axis`; None for a whole leaf.
       axis: of the layers.
+      full: the shape with heads of an array whose `shape` joins these; empty for other arrays.
+      width: the dimension of `full` that is the model's width.
     """
 
     name: str
@@ -41,11 +44,18 @@ class NamedLeaf(NamedTuple):
     path: Path
     layer: int | None = None
     axis: int | None = None
+    full: Shape = ()
+    width: int | None = None
 
 
 def bag_of(shape: Shape, dtype: str) -> tuple[Any, ...]:
     """Returns a key that a matrix shares with its transpose."""
     return tuple(sorted(shape)) if len(shape) == 2 else shape, dtype
+
+
+def _size_of(shape: Shape) -> int:
+    """Returns what an array has in common with the same one in another layout."""
+    return math.prod(shape)
 
 
 def lists_of(leaves: Iterable[NamedLeaf]) -> dict[Path, dict[int, dict[Path, Shape]]]:
@@ -209,12 +219,12 @@ class _Stack:
     @property
     def bags(self) -> collections.Counter[Any]:
         """Shapes of the layers' leaves, with how many there are."""
-        return collections.Counter(bag_of(_without(leaf.shape, self.axis), "") for leaf in self.leaves)
+        return collections.Counter(_size_of(_without(leaf.shape, self.axis)) for leaf in self.leaves)
 
     def fits(self, modules: Mapping[int, Mapping[Path, Shape]]) -> int:
         """Counts the leaves with layers of a list of modules."""
-        bags = {bag_of(shape, "") for one in modules.values() for shape in one.values()}
-        return sum(bag_of(_without(leaf.shape, self.axis), "") in bags for leaf in self.leaves)
+        bags = {_size_of(shape) for one in modules.values() for shape in one.values()}
+        return sum(_size_of(_without(leaf.shape, self.axis)) in bags for leaf in self.leaves)
 
 
 def _common_stacks(sides: Sequence[Sequence[NamedLeaf]]) -> list[list[_Stack]]:
@@ -242,12 +252,17 @@ def _possible_stacks(leaves: Sequence[NamedLeaf]) -> Iterator[_Stack]:
             below.setdefault(leaf.path[:at], []).append(leaf)
     for before, some in below.items():
         ranks = {len(leaf.shape) for leaf in some}
-        if len(ranks) < 2 or min(ranks) < 2:
+        if len(ranks) < 2 or min(ranks) < 2 or is_of_attention(before):
             continue
         for axis in _AXES[: min(ranks)]:
             counts = {leaf.shape[axis] for leaf in some}
             if len(counts) == 1 and counts != {1}:
                 yield _Stack(before, some, axis, counts.pop())
+
+
+def _depth(path: Path, lists: Mapping[Path, Mapping[int, Any]]) -> int:
+    """Counts the lists of several modules around a path."""
+    return sum(len(lists.get(path[:at], ())) > 1 for at, key in enumerate(path) if isinstance(key, int))
 
 
 def _without(shape: Shape, axis: int) -> Shape:
@@ -261,9 +276,13 @@ def _stacks(
     if not lists:
         return
     whole = {bag_of(leaf.shape, "") for leaf in many}
-    bags: dict[int, set[Any]] = collections.defaultdict(set)
-    for found in lists.values():
-        bags[len(found)] |= {bag_of(shape, "") for one in found.values() for shape in one.values()}
+    # By the number of layers, in all and for each depth of lists.
+    bags: dict[int, set[int]] = collections.defaultdict(set)
+    deep: dict[tuple[int, int], set[int]] = collections.defaultdict(set)
+    for before, found in lists.items():
+        sizes = {_size_of(shape) for one in found.values() for shape in one.values()}
+        bags[len(found)] |= sizes
+        deep[len(found), _depth(before, lists)] |= sizes
     below: dict[Path, list[NamedLeaf]] = {}
     for leaf in few:
         for at in range(len(leaf.path)):
@@ -279,14 +298,18 @@ def _stacks(
     for before in sorted(below, key=len):
         leaves = below[before]
         is_before_number = all(isinstance(leaf.path[len(before)], int) for leaf in leaves)
-        if is_before_number or any(leaf.name in taken for leaf in leaves):
+        if is_before_number or any(leaf.name in taken for leaf in leaves) or (before and is_of_attention(before)):
             continue
         ways: list[tuple[int, int, int]] = []
-        for count, layers in bags.items():
-            for axis in _AXES:
-                if all(len(leaf.shape) > axis and leaf.shape[axis] == count for leaf in leaves):
+        depth = _depth(before, own)
+        for (count, around), layers in deep.items():
+            for axis in _AXES if around == depth else ():
+                if not all(len(leaf.shape) > axis and leaf.shape[axis] == count for leaf in leaves):
+                    continue
+                # What has no other dimension may be one without layers.
+                if all(len(leaf.shape) > 1 or 1 in layers for leaf in leaves):
                     good = sum(
-                        bag_of(_without(leaf.shape, axis), "") in layers and bag_of(leaf.shape, "") not in whole
+                        _size_of(_without(leaf.shape, axis)) in layers and bag_of(leaf.shape, "") not in whole
                         for leaf in leaves
                     )
                     if 2 * good >= len(leaves) and good:
@@ -301,7 +324,7 @@ def _blocks(
     before: Path,
     modules: Mapping[int, Mapping[Path, Shape]],
     leaves: Sequence[NamedLeaf],
-    bags: Mapping[int, set[Any]],
+    bags: Mapping[int, set[int]],
     lists: Mapping[Path, Mapping[int, Mapping[Path, Shape]]],
     below: Mapping[Path, Sequence[NamedLeaf]],
 ) -> Iterator[_Stack]:
@@ -313,7 +336,7 @@ def _blocks(
         counts = {leaf.shape[axis] if len(leaf.shape) > axis else 0 for leaf in leaves}
         if len(counts) != 1:
             continue
-        shapes = {bag_of(_without(leaf.shape, axis), "") for leaf in leaves}
+        shapes = {_size_of(_without(leaf.shape, axis)) for leaf in leaves}
         for count, layers in bags.items():
             if count < 2 * size or count // size != next(iter(counts)) or not shapes <= layers:
                 continue
@@ -322,7 +345,7 @@ def _blocks(
                 other
                 for other, found in lists.items()
                 if other != before and set(found) == set(range(left))
-                and {bag_of(shape, "") for one in found.values() for shape in one.values()} <= shapes
+                and {_size_of(shape) for one in found.values() for shape in one.values()} <= shapes
             ]  # fmt: skip
             if not left:
                 yield _Stack(before, leaves, axis, count, size)

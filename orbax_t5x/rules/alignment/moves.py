@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from orbax_t5x.rules.alignment.evidence import NAME, UNKNOWN_TURN, Evidence
 from orbax_t5x.rules.alignment.given import given_pairs
+from orbax_t5x.rules.alignment.heads import change
 from orbax_t5x.rules.alignment.kinds import LeafKind, Sides
 from orbax_t5x.rules.alignment.layers import NamedLeaf
 from orbax_t5x.rules.alignment.search import proposals
@@ -33,7 +34,8 @@ class Move:
       axis: of the layers on the side that has one name for all; None where they are single leaves.
       stacks: whether it is the target's side that has one name for all.
       axes: the source's axis for each of the target's, of a leaf or of a layer; empty where the order is kept.
-      shapes: of a source and a target, or of a layer, where dimensions of 1 differ.
+      shapes: of a source and a target, or of a layer, where dimensions of 1 or heads differ.
+      atoms: the shape that `axes` are of, where this is not the source's.
     """
 
     sources: tuple[str, ...]
@@ -42,12 +44,14 @@ class Move:
     stacks: bool = False
     axes: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    atoms: tuple[int, ...] = ()
 
     def reversed(self) -> Move:
         """Returns the way back."""
         is_stacked = self.axis is not None and not self.stacks
         axes = tuple(self.axes.index(at) for at in range(len(self.axes)))
-        return Move(self.targets, self.sources, self.axis, is_stacked, axes, self.shapes[::-1])
+        atoms = tuple(self.atoms[at] for at in self.axes) if self.atoms else ()
+        return Move(self.targets, self.sources, self.axis, is_stacked, axes, self.shapes[::-1], atoms)
 
 
 class Moves(dict[str, Move]):
@@ -177,11 +181,10 @@ def _written(
         olds, news, turns = zip(*its, strict=True)
         whole = layers[0 if side == "source" else 1][name]
         is_whole = len(its) == whole and len(set(turns)) == 1
-        axes = (1, 0) if turns[0] else ()
+        steps = change(olds[0], news[0], turns[0], len(its))
         if olds[0].axis is not None and news[0].axis is not None:
             is_whole &= {one.name for one in olds} == {olds[0].name} and {one.name for one in news} == {news[0].name}
             is_whole &= all(one.layer == other.layer for one, other, _ in its)
-            axes = _axes_with_layers(len(olds[0].shape), axes, olds[0].axis, news[0].axis)
             olds, news = olds[:1], news[:1]
         if not is_whole:
             for new in news:
@@ -190,20 +193,12 @@ def _written(
             continue
         axis = olds[0].axis if news[0].layer is None else news[0].axis if olds[0].layer is None else None
         sources, targets = (tuple(dict.fromkeys(one.name for one in some)) for some in (olds, news))
-        shapes = () if axes or olds[0].shape == news[0].shape else (olds[0].shape, news[0].shape)
-        move = Move(sources, targets, axis, news[0].layer is not None and axis is not None, axes, shapes)
+        is_stacked = news[0].layer is not None and axis is not None
+        move = Move(sources, targets, axis, is_stacked, steps.axes, steps.shapes, steps.atoms)
         found.update((new, move) for new in targets)
     for name in found:
         found.open.pop(name, None)
     return found
-
-
-def _axes_with_layers(rank: int, axes: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
-    """Returns the layer axes of leaves with layers on both sides."""
-    others = [at for at in range(rank + 1) if at != old]
-    found = [others[at] for at in axes or range(rank)]
-    found.insert(new, old)
-    return () if found == sorted(found) else tuple(found)
 
 
 def _items(

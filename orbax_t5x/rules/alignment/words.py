@@ -23,6 +23,9 @@ _ARRAYS = frozenset({"kernel", "scale", "embedding"})
 ROOTS = frozenset({"params", "target", "model", "module"})
 """Parts that hold a whole model."""
 _OF_ANY_MODEL = ROOTS | {"module:layers", "kind:bias"}
+_ATTENTIONS = frozenset({"attention", "mha"})
+_HEADED = frozenset({"query", "key", "value", "out"})
+_EXPERTS = frozenset({"mlp", "expert", "experts", "moe", "router"})
 # Deeper names are no model's; their last parts count as one.
 _MOST_KEYS = 64
 
@@ -171,6 +174,14 @@ def says_little(part: str) -> bool:
 def is_of_module(part: str) -> bool:
     """Tests if a part may name a module."""
     return not says_little(part) and meaning_of(part) not in _OF_ANY_MODEL and part not in _OF_ANY_MODEL
+
+
+def is_of_attention(path: Path) -> bool | None:
+    """Tests for words of an attention or its projections in a path; None without known words."""
+    parts = [key for key in path if isinstance(key, str)]
+    words = {word for part in parts for word in words_of(part)}
+    projections = {word for part in parts for word in meanings(part).get("projection", ())}
+    return False if words & _EXPERTS else bool(words & _ATTENTIONS or projections & _HEADED) or None
 
 
 def contradict(ours: Sequence[str], theirs: Sequence[str]) -> bool:

@@ -155,17 +155,21 @@ def _in_place(moves: Sequence[Move], names: Collection[str], *, is_first: bool) 
     """
     is_late = any((move.axes or move.shapes) and move.axis is not None and not move.stacks for move in moves)
     those = [move for move in moves if (move.stacks or (move.axis is None and not is_late)) == is_first]
+    split: dict[tuple[int, ...], list[str]] = {}
     turned: dict[tuple[int, ...] | None, list[str]] = {}
-    shapes: dict[tuple[int, ...], list[str]] = {}
+    joined: dict[tuple[int, ...], list[str]] = {}
     for move in those:
         its = move.sources if is_first else move.targets
+        if move.atoms and move.atoms != move.shapes[0]:
+            split.setdefault(move.atoms, []).extend(its)
         if move.axes:
             turned.setdefault(None if move.axes == (1, 0) else move.axes, []).extend(its)
-        elif move.shapes:
-            shapes.setdefault(move.shapes[1], []).extend(its)
+        if move.shapes and tuple(move.atoms[at] for at in move.axes if move.atoms) != move.shapes[1]:
+            joined.setdefault(move.shapes[1], []).extend(its)
     return [
+        *(Reshape(_pattern(some, names), shape) for shape, some in split.items()),
         *(Transpose(_pattern(some, names), axes) for axes, some in turned.items()),
-        *(Reshape(_pattern(some, names), shape) for shape, some in shapes.items()),
+        *(Reshape(_pattern(some, names), shape) for shape, some in joined.items()),
     ]
 
 
