@@ -12,7 +12,15 @@ from typing import Any
 from orbax_t5x.rules.alignment.heads import heads_of, with_matrices
 from orbax_t5x.rules.alignment.layers import LAYER, NamedLeaf, Shape, bag_of, leaves_and_layers, lists_of
 from orbax_t5x.rules.alignment.roles import roles_of
-from orbax_t5x.rules.alignment.words import Path, contradict, features, is_of_module, meaning_of, meanings
+from orbax_t5x.rules.alignment.words import (
+    Path,
+    contradict,
+    features,
+    is_of_module,
+    is_position_bias,
+    meaning_of,
+    meanings,
+)
 
 _TABLES = frozenset({"token_embedder", "position_embedding"})
 _NUMBER = re.compile(r"_\d+$")
@@ -228,6 +236,8 @@ class Sides:
         # Without dimensions of 1 where the other side has none of the shape.
         bags = [{bag_of(leaf.shape, leaf.dtype) for leaf in side} for side in sides]
         ours_and_theirs = [_kinds(side, its, other) for side, its, other in zip(sides, layers, bags[::-1], strict=True)]
+        for kinds in ours_and_theirs:
+            _take_out_of_first_layer(kinds)
         _name_by_roles(ours_and_theirs)
         self.source, self.target = map(Tree, ours_and_theirs)
         lasts = [{kind.last for kind in tree.kinds} for tree in (self.source, self.target)]
@@ -256,6 +266,18 @@ class Sides:
             return not one.places.isdisjoint(other.places)
         straight = [tuple(size for size in kind.shape if size != 1) for kind in (one, other)]
         return straight[0] == straight[1] and not one.places.isdisjoint(other.places)
+
+
+def _take_out_of_first_layer(kinds: Sequence[LeafKind]) -> None:
+    """Places a bias of positions that only the first layer has, for all layers, outside of these."""
+    for kind in kinds:
+        (ranks, leaf), *others = kind.members.items()
+        last = next((at for at, part in enumerate(kind.template) if is_position_bias(part)), 0)
+        if ranks and not others and not any(rank for rank, _ in ranks) and LAYER not in kind.template[last:]:
+            first = kind.template.index(LAYER)
+            kind.parts = (*kind.parts[:first], *kind.parts[last - kind.template[:last].count(LAYER) :])
+            kind.template = (*kind.template[:first], *kind.template[last:])
+            kind.members = {(): leaf}
 
 
 def _name_by_roles(sides: Sequence[Sequence[LeafKind]]) -> None:

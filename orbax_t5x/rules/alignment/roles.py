@@ -13,10 +13,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from orbax_t5x.rules.alignment.layers import LAYER, Shape
-from orbax_t5x.rules.alignment.words import meanings, words_of
+from orbax_t5x.rules.alignment.words import is_position_bias, meanings, words_of
 
 ATTENTION, CROSS, MLP = "attention", "cross_attention", "mlp"
 _NORM_OF = {ATTENTION: "pre_attention_layer_norm", CROSS: "pre_cross_attention_layer_norm", MLP: "pre_mlp_layer_norm"}
+_INPUTS = frozenset({"query", "key", "value"})
 _OF_ATTENTION = frozenset({"attention", "mha"})
 _OF_ANOTHER_TOWER = frozenset({"cross", "encoder", "src", "source", "memory", "context"})
 _AFTER = frozenset({"post", "after"})
@@ -85,21 +86,23 @@ class _Layer:
                 if found != MLP and size < len(module):
                     self.nodes[template[:size]] = found
                 return found
-        return ATTENTION if _projections(module) & {"query", "key", "value"} else None
+        return ATTENTION if _projections(module) & _INPUTS else None
 
     @property
     def order(self) -> list[str]:
         """The sublayers in the order of their use; empty if unknown."""
         found = list(self.sublayers.values())
         heads = {word for name, its in self.sublayers.items() if its == ATTENTION for word in _projections(name)}
-        if len(heads & {"query", "key", "value"}) < 2 or sum(its == ATTENTION for its in self.nodes.values()) > 1:
+        if len(heads & _INPUTS) < 2 or sum(its == ATTENTION for its in self.nodes.values()) > 1:
             return []
         return [one for one in (ATTENTION, CROSS, MLP) if one in found or (one == MLP and self._has_unnamed_mlp())]
 
     def _has_unnamed_mlp(self) -> bool:
-        """Tests if two matrices of no sublayer are an MLP's."""
+        """Tests if the matrices of no sublayer are an MLP's, gated or not."""
         shapes = [self.leaves[name] for name, its in self.sublayers.items() if its is None]
-        return len(shapes) == 2 and sorted(shapes[0]) == sorted(shapes[1])
+        if len(shapes) == 3 and len(set(shapes)) != 2:
+            return False
+        return len(shapes) in (2, 3) and len({tuple(sorted(shape)) for shape in shapes}) == 1
 
     def attentions(self) -> Roles:
         """Names attentions and their outputs."""
@@ -108,8 +111,8 @@ class _Layer:
         found = {node: "encoder_decoder_attention" if its == CROSS else ATTENTION for node, its in self.nodes.items()}
         for node in self.nodes:
             its = {_module(name) for name in self.sublayers if name[: len(node)] == node}
-            unknown = [module for module in its if not _projections(module) & {"query", "key", "value"}]
-            if len(its) == 4 and len(unknown) == 1:
+            unknown = [module for module in its if not _projections(module) & _INPUTS]
+            if len(unknown) == 1 and _INPUTS <= frozenset().union(*map(_projections, its)):
                 found[unknown[0]] = "out"
         return found
 
@@ -208,7 +211,8 @@ def _module(template: Template) -> Template:
 
 
 def _projections(template: Template) -> frozenset[str]:
-    return meanings(_module(template)[-1]).get("projection", frozenset())
+    found = meanings(_module(template)[-1])
+    return _INPUTS if "fused" in found else found.get("projection", frozenset())
 
 
 def _numbered(part: str) -> tuple[str, int]:
@@ -231,7 +235,7 @@ def _tables(leaves: Mapping[Template, Shape]) -> Roles:
     groups: dict[tuple[int, ...], dict[Template, str]] = {}
     positions: list[Template] = []
     for template, shape in leaves.items():
-        if len(shape) < 2:
+        if len(shape) < 2 or any(is_position_bias(part) for part in template):
             continue
         module = _module(template)
         words = {word for part in template for word in words_of(part)}

@@ -23,6 +23,7 @@ _ARRAYS = frozenset({"kernel", "scale", "embedding"})
 ROOTS = frozenset({"params", "target", "model", "module"})
 """Parts that hold a whole model."""
 _OF_ANY_MODEL = ROOTS | {"module:layers", "kind:bias"}
+_BY_HEADS = frozenset({"query_key_value", "wqkv"})
 _ATTENTIONS = frozenset({"attention", "mha"})
 _HEADED = frozenset({"query", "key", "value", "out"})
 _EXPERTS = frozenset({"mlp", "expert", "experts", "moe", "router"})
@@ -34,17 +35,20 @@ _MEANINGS: dict[str, tuple[str, ...]] = {
     "tower": ("encoder enc", "decoder dec"),
     "sublayer": ("attention self_attention mha", "encoder_decoder_attention cross_attention encoder_attention", "mlp"),
     "projection": (
-        "query q wq attention_q",
-        "key k wk attention_k",
-        "value v wv attention_v",
-        "out o attention_out wo output_proj attention_output c_proj proj",
-        "wi_0 gate wi_gate mlp_gate",
-        "wi_1 up wi_up mlp_up",
-        "wi up fc_in c_fc intermediate mlp_up",
-        "wo down fc_out c_proj mlp_down",
+        "query q wq w_q b_q attention_q",
+        "key k wk w_k b_k attention_k",
+        "value v wv w_v b_v attention_v",
+        "out o attention_out wo w_o b_o output_proj output_projector attention_output attention_vec c_proj proj",
+        "wi_0 gate wi_gate w_gate mlp_gate",
+        "wi_1 up wi_up w_up mlp_up w_in input_projector",
+        "wi up fc_in c_fc intermediate mlp_up w_in input_projector",
+        "wo down w_down fc_out c_proj mlp_down w_out output_projector",
     ),
+    # Of queries, keys and values in one array: in turn, by heads, or in turn here and by heads there.
+    "fused": ("qkv c_attn in_proj attention_qkv", "query_key_value linear_qkv", "wqkv w_qkv"),
     "embedding": (
-        "token_embedder shared embed_tokens wte tok_embeddings word_embeddings token_embd shared_embedding",
+        "token_embedder shared embed_tokens wte tok_embeddings word_embeddings token_embd shared_embedding "
+        "input_embedding",
         "position_embedding position_embeddings wpe pos_embedding embed_positions pos_embed",
         "logits_dense lm_head unembed unembedder logits logitdense reverse_embedding output head classifier "
         "generator proj_out output_layer predictions",
@@ -54,8 +58,11 @@ _MEANINGS: dict[str, tuple[str, ...]] = {
         "pre_cross_attention_layer_norm cross_attention_norm",
         "pre_mlp_layer_norm mlp_norm",
     ),
-    "end": ("encoder_norm decoder_norm final_layer_norm norm_f output_norm",),
-    "module": ("relpos_bias relative_attention_bias rel_pos_bias", "layers layer blocks block h"),
+    "end": ("encoder_norm decoder_norm final_layer_norm norm_f output_norm encoder_output_norm decoder_output_norm",),
+    "module": (
+        "relpos_bias relative_attention_bias rel_pos_bias relative_position_bias rel_attention_bias position_bias",
+        "layers layer blocks block h",
+    ),
     "kind": (
         "kernel weight w",
         "scale weight gamma g kernel w",
@@ -89,7 +96,7 @@ _SHORT |= {
     "values": "value",
 }
 # Words that do not change what a part means: `linear_q` and `q_proj` are `q`.
-_FILLERS = frozenset({"proj", "projection", "linear", "lin", "einsum", "to"})
+_FILLERS = frozenset({"proj", "projection", "projector", "linear", "lin", "einsum", "to"})
 
 
 @functools.cache
@@ -184,9 +191,18 @@ def is_of_attention(path: Path) -> bool | None:
     return False if words & _EXPERTS else bool(words & _ATTENTIONS or projections & _HEADED) or None
 
 
+def is_position_bias(part: str) -> bool:
+    """Tests for a table of biases by the distance of positions."""
+    return "relpos_bias" in meanings(part).get("module", ())
+
+
 def contradict(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     """Tests if two parts name modules known to be different."""
     one, other = _by_category(ours), _by_category(theirs)
+    fused = [its.get("fused", frozenset()) for its in (one, other)]
+    # Another arrangement of heads has the same shape.
+    if fused[0] != fused[1] and _BY_HEADS & (fused[0] | fused[1]):
+        return True
     return any(one[category].isdisjoint(other[category]) for category in one.keys() & other.keys())
 
 

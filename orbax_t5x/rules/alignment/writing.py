@@ -83,6 +83,8 @@ def moves_as_transforms(
     moves = list(moves)
     moved = {name for move in moves for name in move.sources}
     others = [name for name in names if name not in moved]
+    stacked = {name for move in moves if move.stacks for name in move.sources}
+    single = [name for name in names if name not in stacked]
     steps = _in_place(moves, names, is_first=True)
     renames: dict[str, str] = {}
     numbered: dict[str, str] = {}
@@ -121,13 +123,13 @@ def moves_as_transforms(
         for one in all_
         for at, text in enumerate(map(int_text, one.numbers))
     ):
-        steps += rename_rules(numbered, others)
+        steps += rename_rules(numbered, single)
     for (axis, between, is_named), every_tower in stacks.items():
-        for towers in _separable(every_tower, others):
+        for towers in _separable(every_tower, single):
             befores = _alternatives(one.removesuffix("layers") if is_named else one for one in towers)
             steps.append(
                 StackLayers(
-                    f"({befores}){'' if is_named else re.escape(between)}(?P<i>\\d+){_rest(towers, others)}",
+                    f"({befores}){'' if is_named else re.escape(between)}(?P<i>\\d+){_rest(towers, single)}",
                     rf"\g<1>{'layers' if is_named else ''}\g<3>",
                     axis,
                 )
