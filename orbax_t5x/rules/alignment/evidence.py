@@ -438,7 +438,10 @@ class Evidence:
 
 
 def _has_other_order(shape: Shape) -> bool:
-    """Tests if another usual order of dimensions has this shape; dimensions of 1 do not count."""
+    """Tests if another usual order of dimensions has this shape.
+
+    Dimensions of 1 do not count.
+    """
     sizes = tuple(size for size in shape if size != 1)
     orders = [sizes[::-1], (*sizes[:-2], *sizes[:-3:-1]), (*sizes[2:], *sizes[1::-1])]
     if len(sizes) == 3:  # heads before or after the width

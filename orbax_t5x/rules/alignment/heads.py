@@ -1,4 +1,4 @@
-"""Heads of attentions: a matrix whose one dimension is heads and head size.
+"""Heads of attentions, as dimensions of their own or in matrices.
 
 Projects keep such a matrix as `[width, heads, size]`, `[heads, width, size]`, `[heads, size, width]` or flat, always
 with a head's entries in a row. The width is the layer's most frequent size.
@@ -15,7 +15,7 @@ from orbax_t5x.rules.alignment.layers import NamedLeaf, Shape
 from orbax_t5x.rules.alignment.words import Path, is_of_attention
 
 
-class Change(NamedTuple):
+class HeadSteps(NamedTuple):
     """Steps from an array to another with the same entries.
 
     Attributes:
@@ -45,7 +45,10 @@ def with_matrices(sides: Sequence[Sequence[NamedLeaf]]) -> list[list[NamedLeaf]]
 def _heads_of(
     leaves: Iterable[NamedLeaf], shapes: Collection[Shape]
 ) -> Iterator[tuple[tuple[str, int | None], NamedLeaf]]:
-    """Yields arrays with heads as matrices and vectors: of attentions, or of these shapes."""
+    """Yields arrays with heads as matrices and vectors.
+
+    Attentions have them; without known words the shape decides.
+    """
     layers: dict[Path, list[NamedLeaf]] = {}
     for leaf in leaves:
         at = next((at for at, key in enumerate(leaf.path) if isinstance(key, int)), None)
@@ -85,8 +88,11 @@ def heads_of(leaf: NamedLeaf) -> Shape:
     return tuple(size for at, size in enumerate(leaf.full) if at != leaf.width)
 
 
-def change(old: NamedLeaf, new: NamedLeaf, is_turned: bool, count: int = 0) -> Change:
-    """Returns the steps between arrays, in all of `count` layers where both have these on an axis."""
+def change(old: NamedLeaf, new: NamedLeaf, is_turned: bool, count: int = 0) -> HeadSteps:
+    """Returns the steps between arrays, `count` layers included.
+
+    Layers count where both arrays have them on an axis.
+    """
     sizes, groups = _dimensions(old, new, is_turned)
     if old.axis is not None and new.axis is not None:
         sizes["layers"] = count
@@ -97,9 +103,9 @@ def change(old: NamedLeaf, new: NamedLeaf, is_turned: bool, count: int = 0) -> C
     shapes = tuple(tuple(math.prod(sizes[label] for label in group) for group in its) for its in groups)
     atoms = tuple(sizes[label] for label in first)
     if axes == tuple(range(len(axes))):
-        return Change(() if shapes[0] == shapes[1] else shapes, (), ())
+        return HeadSteps(() if shapes[0] == shapes[1] else shapes, (), ())
     is_whole = (atoms, tuple(atoms[at] for at in axes)) == shapes
-    return Change(*((), ()) if is_whole else (shapes, atoms), axes)
+    return HeadSteps(*((), ()) if is_whole else (shapes, atoms), axes)
 
 
 def _dimensions(old: NamedLeaf, new: NamedLeaf, is_turned: bool) -> tuple[dict[str, int], list[list[list[str]]]]:
@@ -107,7 +113,7 @@ def _dimensions(old: NamedLeaf, new: NamedLeaf, is_turned: bool) -> tuple[dict[s
     known = new if len(new.full) == 3 else old if len(old.full) == 3 else None
     if known is not None:
         width = math.prod(known.shape) // math.prod(heads_of(known))
-        sizes = dict(zip(("width", "heads", "size"), (width, *heads_of(known)), strict=True))
+        sizes: dict[str, int] = dict(zip(("width", "heads", "size"), (width, *heads_of(known)), strict=True))
         groups: list[list[list[str]]] = []
         for leaf in (old, new):
             is_last = leaf.width == 2 if leaf.full else (known.width == 2) != is_turned
@@ -116,7 +122,7 @@ def _dimensions(old: NamedLeaf, new: NamedLeaf, is_turned: bool) -> tuple[dict[s
             groups.append(its)
         return sizes, groups
     if old.full or new.full:
-        sizes = dict(zip(("heads", "size"), old.full or new.full, strict=True))
+        sizes: dict[str, int] = dict(zip(("heads", "size"), old.full or new.full, strict=True))
         return sizes, [[["heads"], ["size"]] if leaf.full else [["heads", "size"]] for leaf in (old, new)]
     sizes = {str(at): size for at, size in enumerate(size for size in old.shape if size != 1)}
     groups = []

@@ -269,7 +269,10 @@ class Sides:
 
 
 def _take_out_of_first_layer(kinds: Sequence[LeafKind]) -> None:
-    """Places a bias of positions that only the first layer has, for all layers, outside of these."""
+    """Places the first layer's position bias outside of layers.
+
+    All layers use it.
+    """
     for kind in kinds:
         (ranks, leaf), *others = kind.members.items()
         last = next((at for at, part in enumerate(kind.template) if is_position_bias(part)), 0)

@@ -54,7 +54,7 @@ def bag_of(shape: Shape, dtype: str) -> tuple[Any, ...]:
 
 
 def _size_of(shape: Shape) -> int:
-    """Returns what an array has in common with the same one in another layout."""
+    """Returns the number of entries, equal in all layouts."""
     return math.prod(shape)
 
 

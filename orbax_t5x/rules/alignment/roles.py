@@ -98,7 +98,7 @@ class _Layer:
         return [one for one in (ATTENTION, CROSS, MLP) if one in found or (one == MLP and self._has_unnamed_mlp())]
 
     def _has_unnamed_mlp(self) -> bool:
-        """Tests if the matrices of no sublayer are an MLP's, gated or not."""
+        """Tests if matrices of no sublayer are an MLP's."""
         shapes = [self.leaves[name] for name, its in self.sublayers.items() if its is None]
         if len(shapes) == 3 and len(set(shapes)) != 2:
             return False

@@ -184,7 +184,7 @@ def is_of_module(part: str) -> bool:
 
 
 def is_of_attention(path: Path) -> bool | None:
-    """Tests for words of an attention or its projections in a path; None without known words."""
+    """Tests for words of an attention in a path; None if unknown."""
     parts = [key for key in path if isinstance(key, str)]
     words = {word for part in parts for word in words_of(part)}
     projections = {word for part in parts for word in meanings(part).get("projection", ())}
