@@ -26,6 +26,7 @@ from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x
 from orbax_t5x.rules.inference import find_pack, slots_between, views_or_zeros, without_place
 from orbax_t5x.rules.layouts import find_layout, heads_of, leaves_of, parameters_of
+from orbax_t5x.rules.leaf_table import refusal_of_adapters
 from orbax_t5x.rules.no_pack import WRITE_RULES, refusal_between
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
@@ -131,6 +132,9 @@ def find_rules(
         scaled = pack_function("scaled_fp8_to_float32")()
         found = find_rules(_run((scaled,), stored, target, settings), target, settings=settings)
         return found._replace(parts=(scaled, *found.parts))
+    adapters = None if settings and settings.allows_unmapped else refusal_of_adapters(source)
+    if adapters is not None and refusal_of_adapters(target) is None:
+        raise RestorePlanError([adapters])
     best: tuple[_Way, Alignment] | None = None
     for way in _ways(pack, stored, target, settings):
         alignment, parts, why = _align_model(way)

@@ -159,7 +159,7 @@ class LeafTable:
         """Returns the problem of several models, or of adapters."""
         prefixes = self.prefixes(state) if self.has_dots else []
         if len(prefixes) < 2:
-            return None if allows_adapters else _refusal_of_adapters(state)
+            return None if allows_adapters else refusal_of_adapters(state)
         found = f"{len(prefixes)} models, below {listed(map(repr, prefixes), _SHOWN)}"
         ways = [
             Fix.setting(f"keep {prefix!r}: pass {{}}", transforms=(Keep((f"{re.escape(prefix)}.*",)), *chain))
@@ -196,7 +196,8 @@ class LeafTable:
         return unfit
 
 
-def _refusal_of_adapters(state: FlatState) -> Problem | None:
+def refusal_of_adapters(state: FlatState) -> Problem | None:
+    """Returns why adapters alone are no model, if there are any."""
     adapters = [name for name in state if _ADAPTER.fullmatch(name)]
     if not adapters:
         return None
