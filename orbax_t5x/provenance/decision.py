@@ -14,7 +14,8 @@ A list of rules is a history: what a state's record says of the list decides, un
 
 Where a row asks, or is a problem, transforms that only select or cast are applied all the same, as long
 as there is no `fallback` that would fill what they take out: no value that is restored can be wrong by that.
-A job that starts is in the first column, but for steps of another writer: they are resumed as they are.
+A job that starts is in the first column, but for steps of another writer: they are resumed as they are. The rules of
+each named source are decided by themselves; see `orbax_t5x.provenance.named_sources`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     return _decide_by_answer(lineage, context, found)
 
 
+def decide_without_rules(lineage: Lineage, context: ResumeContext) -> Decision:
+    """Decides for a source that has rules in the record alone."""
+    return Decision(False, lineage, problem=_difference(compare(lineage, ()).recorded, context))
+
+
 def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryComparison) -> Decision:
     """Decides by the table."""
     is_own = context.caller in ("own step", "start")
@@ -69,7 +75,7 @@ def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryCo
         return _decide_to_apply(lineage, context)
     if found.relation == "equal":
         note = "the record holds the same rules in another order" if found.is_reordered else ""
-        return Decision(True, lineage, warning="" if is_own else _already_applied(lineage, before), note=note)
+        return Decision(True, lineage, warnings=() if is_own else (_already_applied(lineage, before),), note=note)
     if found.relation == "prefix":
         entry = context.entry(context.chain[found.applied :], continues=True)
         note = f"{found.applied} of {len(context.chain)} rules were applied before: {before}"
@@ -90,12 +96,13 @@ def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryCo
         )
         fix = _ANSWERS
     else:
-        rows = listed(_side_by_side(found.recorded, context.chain), _SHOWN_RULES, separator="; ")
-        what = f"the rules that were applied to this state are not those given: {rows}"
-        fix = _NEW_OR_SAME_RUN if found.relation == "apart" else _fix_of_difference(found.recorded, context)
+        what, fix = _difference(found.recorded, context)
+        fix = _NEW_OR_SAME_RUN if found.relation == "apart" else fix
     # Of an unrecorded state some may have been applied since, by another conversion.
     if is_open and context.caller == "convert" and not in_common(found.recorded, context.chain):
-        return dataclasses.replace(_decide_to_apply(lineage, context), warning=f"{what}; the transforms are applied")
+        return dataclasses.replace(
+            _decide_to_apply(lineage, context), warnings=(f"{what}; the transforms are applied",)
+        )
     if not context.has_fallback and context.is_resuming is None and all(rule.only_selects for rule in context.chain):
         # They change no value, and are not recorded: the record is not about them.
         return Decision(False, lineage)
@@ -165,8 +172,15 @@ def _side_by_side(recorded: Rules, chain: Rules) -> list[str]:
     return [*rows, *(f"missing in those given: {'; '.join(rule.texts)}" for _, rule in left)]
 
 
+def _difference(recorded: Rules, context: ResumeContext) -> tuple[str, Fix]:
+    """Describes inserted, removed, changed or moved rules."""
+    rows = listed(_side_by_side(recorded, context.chain), _SHOWN_RULES, separator="; ")
+    return f"the rules that were applied to this state are not those given: {rows}", _fix_of_difference(
+        recorded, context
+    )
+
+
 def _fix_of_difference(recorded: Rules, context: ResumeContext) -> Fix:
-    """Returns the fix for inserted, removed, changed or moved rules."""
     old, new = [rule.digest for rule in recorded], [rule.digest for rule in context.chain]
     if is_part(new, old):
         return Fix.setting("pass {} (the state has them and more: the run goes on)", is_resuming=True)

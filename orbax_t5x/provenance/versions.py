@@ -161,8 +161,7 @@ def _made(
         lineage = (*lineage, context.entry(has, is_resuming=True))
     if rest:
         lineage = (*lineage, context.entry(rest, continues=bool(lineage)))
-    names = tuple(rule.name for rule in has if rule.name)
-    return Decision(not rest, lineage, skipped=skipped, migrations=names)
+    return Decision(not rest, lineage, skipped=skipped)
 
 
 def _skipped(first: int, count: int, has_plain: bool) -> tuple[int, ...]:

@@ -216,7 +216,7 @@ def _convert(
         with _typed(place.name):
             written = ConversionJob(plan, place, writing, agreement).run(cleanup, on_progress)
     seconds = time.monotonic() - started
-    rules = () if plan.is_resuming else tuple(map(describe_transform, plan.rest or chain))
+    rules = tuple(map(describe_transform, plan.rest))
     return ConvertReport(
         place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes, rules
     )
