@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from orbax_t5x.provenance.chains import RuleRecord, Rules, record_rules, texts_of
-from orbax_t5x.provenance.decision import decide as decide_alone
-from orbax_t5x.provenance.decision import decide_without_rules
-from orbax_t5x.provenance.history import recorded_rules
+from orbax_t5x.provenance.decision import HAS_MORE, side_by_side
+from orbax_t5x.provenance.decision import decide as decide_by_list
+from orbax_t5x.provenance.history import compare, recorded_rules
 from orbax_t5x.provenance.question import Decision, LeadsToTarget, ResumeContext
 from orbax_t5x.provenance.records import Entry, Lineage, is_unrecorded, make_entry
+from orbax_t5x.provenance.versions import decide_by_version
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.narrow import is_mapping
@@ -29,7 +30,7 @@ _AT_THE_END = Fix(
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     """Decides if transforms are applied, by the source's lineage."""
     if not record or not any(rule.source for rule in context.chain):
-        return decide_alone(record, context)
+        return _decide_alone(record, context)
     history = [recorded_rules(entry, context.chain) for entry in record]
     answers = [at for at, entry in enumerate(record) if entry.get("is_resuming") is not None and history[at]]
     # An answer is about all that the state has.
@@ -41,7 +42,7 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     problems = [problem for part in parts if (problem := _problem(part, record, history)) is not None]
     if problems:
         asks = context.is_resuming is None
-        return Decision(False, record, problem=problems[0]) if asks else decide_alone(record, context)
+        return Decision(False, record, problem=problems[0]) if asks else _decide_alone(record, context)
     before = [rule for part in parts if part.is_told for rule in part.recorded(part.done, context)]
     now = [rule for part in parts if part.is_new for rule in part.recorded(part.rest, context)]
     entries = [context.entry(tuple(before), is_resuming=True)] if before else []
@@ -53,6 +54,11 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
         skipped=[part.at[index] for part in parts if not part.name for index in part.done],
         parts={part.at[0]: part.done for part in parts if part.name and part.done},
     )
+
+
+def _decide_alone(record: Lineage | None, context: ResumeContext) -> Decision:
+    by_version = any(rule.name for rule in context.chain)
+    return (decide_by_version if by_version else decide_by_list)(record, context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +100,10 @@ def _part(name: str, record: Lineage, context: ResumeContext, *, has_rest: bool)
         transforms=tuple(transforms[0].steps if name and at else transforms),
         leads_to_target=context.source_leads_to_target(name) if name else None if has_rest else _leads(at, context),
     )
-    decision = decide_alone(record, own) if at else decide_without_rules(record, own)
+    if at:
+        decision = _decide_alone(record, own)
+    else:
+        decision = Decision(False, record, problem=(side_by_side(compare(record, ()).recorded, ()), HAS_MORE))
     count, new = len(own.chain), decision.lineage[len(record) :]
     done = tuple(range(count) if decision.is_resuming else decision.skipped)
     rest = tuple(index for index in range(count) if index not in done)

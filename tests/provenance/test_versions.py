@@ -9,7 +9,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.cli.main import main
 from orbax_t5x.provenance.chains import record_rules
-from orbax_t5x.provenance.decision import decide
+from orbax_t5x.provenance.named_sources import decide
 from orbax_t5x.provenance.question import ResumeContext
 from orbax_t5x.provenance.records import UNRECORDED, make_entry
 
@@ -72,9 +72,9 @@ def test_names_that_changed_or_moved_are_problems(tmp_path):
     moved = problem_of(path, TARGET, ot.Migrations([ITEMS[1], ITEMS[0], ITEMS[2]]))
     assert "(moved)" in moved.message
     inserted = problem_of(path, TARGET, ot.Migrations([ITEMS[0], ("new", []), *ITEMS[1:]]))
-    assert "not applied: new (before applied ones)" in inserted.message
+    assert "missing in the record: new" in inserted.message
     shorter = problem_of(path, {"b": A, "c": A}, ot.Migrations(ITEMS[:1]))
-    assert "applied and not given: swap" in shorter.message and "is_resuming=True" in str(shorter.fix)
+    assert "missing in those given: swap" in shorter.message and "is_resuming=True" in str(shorter.fix)
     assert ot.restore(path, STATES[2], ot.Migrations(ITEMS[:1]), is_resuming=True)["b"][0] == B[0]
 
 
@@ -181,7 +181,7 @@ def test_migrations_recorded_after_a_gap():
     assert decide((*gap, answered, rest), asked).is_resuming
     # One of the middle alone is no beginning of the list, whatever the record before the gap has.
     what, _ = decide((*gap, make_entry("/here", "orbax", chain[1:2])), asked).problem
-    assert "not applied: rename (before applied ones); applied: swap; not applied: join" in what
+    assert "missing in the record: rename; applied: swap; missing in the record: join" in what
 
 
 def test_a_run_from_scratch_has_all_of_them(tmp_path):
