@@ -10,12 +10,13 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 from jax._src import distributed, xla_bridge
 
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.native_errors import parse_error
 
 # A message of gRPC has 4 MiB by default.
 _PIECE_BYTES = 1 << 20
@@ -23,6 +24,8 @@ _PIECE_SECS = 10.0
 _GATHERED = "orbax_t5x/gathered/"
 _SENT = "orbax_t5x/gathered_sent/"  # no key below it holds bytes, so that it can be read as text
 _MOST_GATHERED_BYTES = 1 << 30
+
+_Value = TypeVar("_Value")
 
 
 def key_value_store() -> Any:
@@ -37,18 +40,6 @@ def lost_process(error: BaseException, path: str | None) -> CheckpointIOError:
     """Makes the error of a lost process or service."""
     reason = " ".join(str(error).split())
     return CheckpointIOError(f"another process of this call has died, or cannot be reached: {reason}", path=path)
-
-
-def waited_for_key(store: Any, key: str, timeout_secs: float) -> bool:
-    """Waits for a key; False after the time."""
-    try:
-        store.blocking_key_value_get(key, math.ceil(1000 * timeout_secs))
-    except RuntimeError as error:
-        # JAX raises the same type for every failure; the status code at the text's beginning is all that differs.
-        if "DEADLINE_EXCEEDED" in str(error):
-            return False
-        raise
-    return True
 
 
 def service_process_id() -> int:
@@ -66,12 +57,21 @@ def has_backend() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def waited_for_key(store: Any, key: str, timeout_secs: float) -> bool:
+    """Waits for a key; False after the time."""
+    return _waited(store.blocking_key_value_get, key, timeout_secs) is not None
+
+
 def waited_for_bytes(store: Any, key: str, timeout_secs: float) -> bytes | None:
     """Returns the bytes of a key, or None after the time."""
+    return _waited(store.blocking_key_value_get_bytes, key, timeout_secs)
+
+
+def _waited(get: Callable[[str, int], _Value], key: str, timeout_secs: float) -> _Value | None:
     try:
-        return store.blocking_key_value_get_bytes(key, math.ceil(1000 * timeout_secs))
-    except RuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
+        return get(key, math.ceil(1000 * timeout_secs))
+    except RuntimeError as error:  # one type for every failure; JAX 0.9 has no attribute for its status
+        if parse_error(error).status == "DEADLINE_EXCEEDED":
             return None
         raise
 

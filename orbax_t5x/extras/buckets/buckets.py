@@ -12,7 +12,9 @@ from typing import Any, cast
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.native_errors import parse_error
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import (
     FIRST_DELAY_SECS,
     LONGEST_DELAY_SECS,
@@ -66,6 +68,8 @@ class Bucket(Server):
         except TimeoutError:
             listing.cancel()
             raise
+        except ValueError as error:
+            raise request_error(error) from error
 
     def close_idle(self) -> None:
         """Does nothing: TensorStore closes its connections by itself."""
@@ -77,7 +81,10 @@ class _BucketRead(PendingResponse):
         self._most = most
 
     def result(self, timeout: float | None = None) -> Response | None:
-        found = cast("ts.KvStore.ReadResult", self._future.result(timeout=timeout))
+        try:
+            found = cast("ts.KvStore.ReadResult", self._future.result(timeout=timeout))
+        except ValueError as error:
+            raise request_error(error) from error
         if found.state != "value":
             return None
         if len(found.value) > self._most:
@@ -90,6 +97,25 @@ class _BucketRead(PendingResponse):
 
     def cancel(self) -> None:
         self._future.cancel()
+
+
+_KINDS = {
+    "PERMISSION_DENIED": RequestKind.DENIED,
+    "UNAUTHENTICATED": RequestKind.DENIED,
+    "NOT_FOUND": RequestKind.MISSING,
+    "OUT_OF_RANGE": RequestKind.BEYOND_END,
+}
+
+
+def request_error(error: ValueError) -> RequestError:
+    """Converts a failure of TensorStore."""
+    found = parse_error(error)
+    kind = _KINDS.get(found.status, RequestKind.OTHER)
+    if kind is RequestKind.OTHER and found.is_ignored_range:
+        kind = RequestKind.IGNORED_RANGE
+    elif kind is RequestKind.OTHER and found.is_redirect:
+        kind = RequestKind.REDIRECT
+    return RequestError(found.reason, kind)
 
 
 def open_kvstore(base: str) -> ts.KvStore:
