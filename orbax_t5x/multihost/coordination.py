@@ -77,32 +77,43 @@ def _waited(get: Callable[[str, int], _Value], key: str, timeout_secs: float) ->
 
 
 def write_pieces(store: Any, key: str, data: bytes) -> dict[str, Any]:
-    """Writes bytes in pieces; returns the head for `read_pieces`."""
-    starts = range(0, len(data), _PIECE_BYTES)
+    """Writes bytes, compressed, in pieces; returns the head for `read_pieces`."""
+    packed = zlib.compress(data, 1)
+    starts = range(0, len(packed), _PIECE_BYTES)
     for number, start in enumerate(starts):
-        piece = data[start : start + _PIECE_BYTES]
+        piece = packed[start : start + _PIECE_BYTES]
         store.key_value_set_bytes(f"{key}/{number}", piece, allow_overwrite=True)
-    return {"pieces": len(starts), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"pieces": len(starts), "sha256": hashlib.sha256(packed).hexdigest()}
 
 
-def read_pieces(store: Any, key: str, head: Mapping[str, Any]) -> bytes | None:
-    """Returns written bytes, or None if removed."""
+def read_pieces(store: Any, key: str, head: Mapping[str, Any], most_bytes: int) -> bytes | None:
+    """Returns written bytes, or None if removed.
+
+    Raises:
+      ValueError: they are others, or more than `most_bytes`.
+    """
     pieces: list[bytes] = []
     for number in range(head["pieces"]):
         piece = waited_for_bytes(store, f"{key}/{number}", _PIECE_SECS)
         if piece is None:
             return None
         pieces.append(piece)
-    data = b"".join(pieces)
-    if hashlib.sha256(data).hexdigest() != head["sha256"]:
+    packed, unpacking = b"".join(pieces), zlib.decompressobj()
+    if hashlib.sha256(packed).hexdigest() != head["sha256"]:
         raise ValueError("other bytes than were written")
+    try:
+        data = unpacking.decompress(packed, most_bytes + 1)  # one more, so that its end is seen
+    except zlib.error as error:
+        raise ValueError("other bytes than were written") from error
+    if not unpacking.eof or len(data) > most_bytes:
+        raise ValueError(f"no end after {len(data)} bytes")
     return data
 
 
 def send(what: str, process: int, data: bytes) -> None:
     """Sends a process's bytes for `gathered`, in place of earlier bytes."""
     store, name = key_value_store(), _name(what)
-    head = write_pieces(store, f"{_GATHERED}{name}/{process}", zlib.compress(data, 1))
+    head = write_pieces(store, f"{_GATHERED}{name}/{process}", data)
     store.key_value_set(f"{_SENT}{name}/{process}", json.dumps(head), allow_overwrite=True)
 
 
@@ -115,23 +126,12 @@ def gathered(what: str, processes: Collection[int] | None) -> list[bytes]:
 def _gathered(store: Any, name: str, processes: Collection[int] | None) -> Iterator[bytes]:
     heads = {int(key.rpartition("/")[2]): text for key, text in store.key_value_dir_get(f"{_SENT}{name}/")}
     for process in sorted(heads) if processes is None else sorted(heads.keys() & set(processes)):
-        packed = read_pieces(store, f"{_GATHERED}{name}/{process}", json.loads(heads[process]))
-        if packed is not None:
-            yield _unpacked(packed)
+        data = read_pieces(store, f"{_GATHERED}{name}/{process}", json.loads(heads[process]), _MOST_GATHERED_BYTES)
+        if data is not None:
+            yield data
     for below in (name,) if processes is None else (f"{name}/{process}" for process in processes):
         store.key_value_delete(f"{_SENT}{below}")  # and all keys below
         store.key_value_delete(f"{_GATHERED}{below}")
-
-
-def _unpacked(packed: bytes) -> bytes:
-    unpacking = zlib.decompressobj()
-    try:
-        data = unpacking.decompress(packed, _MOST_GATHERED_BYTES)
-    except zlib.error as error:
-        raise ValueError("other bytes than were sent") from error
-    if not unpacking.eof:
-        raise ValueError(f"no end after {len(data)} bytes")
-    return data
 
 
 def _name(what: str) -> str:
