@@ -30,6 +30,7 @@ from orbax_t5x.transforms.patterns.table import Pattern
 
 # Only the processes of a job load what they do together.
 _collective_restore = on_demand.function("orbax_t5x.multihost.rendezvous", "collective_operation")
+_agreement = on_demand.function("orbax_t5x.multihost.agreement", "Agreement")
 _openings_of = on_demand.function("orbax_t5x.multihost.openings", "openings_of")
 _announce_exit = on_demand.function("orbax_t5x.multihost.heartbeat", "announce_exit")
 
@@ -177,14 +178,18 @@ def restore(
       ((128, 16), (16, 16))
     """
     options = RestoreOptions.among(locals())
+    planning = contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         if jax.distributed.is_initialized():
             stack.enter_context(_collective_restore(multiprocessing_options))
+            planning = _agreement(multiprocessing_options).planning(Exception)
         begun = time.monotonic()
         is_primary = jax.process_index() == 0
         if is_primary:
             jax.monitoring.record_event("/jax/orbax/read/start")
-        restored = open_plan(source, target, transforms, options, stack).run(options)
+        with planning:
+            plan = open_plan(source, target, transforms, options, stack)
+        restored = plan.run(options)
         if is_primary:
             jax.monitoring.record_event("/jax/orbax/read/success")
             jax.monitoring.record_event_duration_secs("/jax/orbax/read/total_duration_secs", time.monotonic() - begun)
