@@ -32,7 +32,7 @@ class Agreement:
         for the others: what they do is not known.
     """
 
-    def __init__(self, processes: Any, path: str, what: str = "restore", *, sends_errors: bool = False):
+    def __init__(self, processes: Any, path: str | None = None, what: str = "restore", *, sends_errors: bool = False):
         """Begins a call of every process of a group.
 
         `processes` are Orbax's options of the group, or None for the whole job; its primary's record counts.
@@ -47,12 +47,15 @@ class Agreement:
         self._failure_is_known = False
 
     @contextlib.contextmanager
-    def planning(self) -> Generator[None, None, None]:
-        """Sends a failure of this process to their next exchange."""
+    def planning(self, sent: type[BaseException] = BaseException) -> Generator[None, None, None]:
+        """Sends a failure of this process to their next exchange.
+
+        An interrupt that is not `sent` leaves at once; else it waits for the others.
+        """
         try:
             with sending_heartbeats(), call_of_group(self.group):
                 yield
-        except BaseException as error:
+        except sent as error:
             if not self._failure_is_known:
                 # The error of this process is more useful than one that it could not be sent.
                 with contextlib.suppress(CheckpointIOError):

@@ -1,9 +1,10 @@
 """Heartbeats between processes that wait for each other in a call.
 
 While a process is in a collective call of this package, a thread of its own writes a new number into the key-value
-store of JAX's coordination service every few seconds, and reads those of all processes in one request. A process whose
-number changes is slow at most and is waited for without limit; so is one between two calls. A process whose number
-stays the same was killed, was stopped or is disconnected. A process that ends Python first writes that it has ended.
+store of JAX's coordination service every two seconds, and reads those of all processes with every second number, in one
+request. A process whose number changes is slow at most and is waited for without limit; so is one between two calls. A
+process whose number stays the same for many reads was killed, was stopped or is disconnected. The time is the reader's
+own: no clocks of two hosts are compared. A process that ends Python first writes that it has ended.
 The death of a process is noticed by JAX itself, at once where it has computed with the others before. JAX's own
 heartbeat is independent of this one: `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 s by default, after
 which JAX ends this process.
@@ -28,9 +29,10 @@ from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.multihost.coordination import has_backend, key_value_store, service_process_count, service_process_id
 from orbax_t5x.multihost.groups import ProcessGroup
 
-# A number that is 20 s old when it is read was written at most 25 s ago: below Gloo's limit of 30 s, and enough for a
-# process that is held up.
-_BEAT_SECS = 5.0
+# A number is first read at most 4 s after it was written, and is the same in five more reads: a dead process is known
+# after 24 s, below Gloo's limit of 30 s. A process that is held up for 18 s, and misses nine heartbeats, is not lost.
+_BEAT_SECS = 2.0
+_BEATS_PER_READ = 2
 _SILENT_SECS = 20.0
 # How often a waiting caller checks its peers; an interrupt is noticed as often.
 POLL_SECS = 0.1
@@ -51,7 +53,7 @@ class Heartbeat:
         self._process = process
         self._stopped = threading.Event()
         self._is_forgotten = False
-        # The last number of each process in a call, and when it was first read here.
+        # The last number of each process in a call, and for how many seconds it was read again.
         self._last: dict[int, tuple[str, float]] = {}
         self._read_time = time.monotonic()
         self._unanswered_since: float | None = None
@@ -65,8 +67,9 @@ class Heartbeat:
             # Where the service is gone, `lost_peer` reports it after a while.
             with contextlib.suppress(RuntimeError, ValueError):
                 self._write(str(number))
+                if self.count % _BEATS_PER_READ == 0:
+                    self._read_others()
                 self.count += 1
-                self._read_others()
                 self._unanswered_since = None
             if self._stopped.wait(_BEAT_SECS):
                 break
@@ -81,30 +84,28 @@ class Heartbeat:
 
     def _read_others(self) -> None:
         numbers = read_heartbeats(self._store)
-        self._read_time = time.monotonic()
-        for process, text in numbers.items():
-            if text == _IN_NO_CALL or process == self._process:
-                self._last.pop(process, None)
-            elif self._last.get(process, ("", 0.0))[0] != text:
-                self._last[process] = (text, self._read_time)
-        for process in self._last.keys() - numbers.keys():
-            del self._last[process]
+        now = time.monotonic()
+        # Where this process itself was held up, nothing was read meanwhile: the others may be well.
+        passed = min(now - self._read_time, 2 * _BEATS_PER_READ * _BEAT_SECS)
+        self._read_time = now
+        last = self._last
+        self._last = {
+            process: (text, last[process][1] + passed if process in last and last[process][0] == text else 0.0)
+            for process, text in numbers.items()
+            if text != _IN_NO_CALL and process != self._process
+        }
 
     def lost_peer(self, members: Collection[int] | None = None) -> str | None:
         """Returns text about a lost member or service, or None."""
-        now = time.monotonic()
-        for process, (text, since) in sorted(self._last.copy().items()):
-            # Where this process itself was held up, nothing was read of late: the others may be well. And what a
-            # process sent before it ended may still arrive.
-            is_member = members is None or process in members
-            if is_member and now - since > _SILENT_SECS and self._read_time - since >= _SILENT_SECS - _BEAT_SECS:
+        for process, (text, secs) in sorted(self._last.items()):
+            # What a process sent before it ended may still arrive.
+            if (members is None or process in members) and secs >= _SILENT_SECS:
                 if text == _ENDED:
                     return f"process {process} has ended"
-                return f"process {process} has sent no heartbeat for {now - since:.0f} s: {_UNREACHABLE}"
-        unanswered_since = self._unanswered_since
-        if unanswered_since is not None and now - unanswered_since > _SILENT_SECS:
-            secs = f"{now - unanswered_since:.0f} s"
-            return f"the coordination service of JAX has not answered for {secs}: {_UNREACHABLE}"
+                return f"process {process} has sent no heartbeat for {secs:.0f} s: {_UNREACHABLE}"
+        since = self._unanswered_since
+        if since is not None and (secs := time.monotonic() - since) > _SILENT_SECS + _BEATS_PER_READ * _BEAT_SECS:
+            return f"the coordination service of JAX has not answered for {secs:.0f} s: {_UNREACHABLE}"
         return None
 
     def stop(self, *, is_forgotten: bool = False) -> None:

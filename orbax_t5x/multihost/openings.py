@@ -23,7 +23,6 @@ import json
 import logging
 import threading
 import time
-import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
@@ -191,7 +190,7 @@ class Publication(NamedTuple):
 
     def data(self, head: dict[str, Any]) -> bytes | None:
         """Returns the written bytes, or None; see `read_pieces`."""
-        return read_pieces(self.store, self._key, head)
+        return read_pieces(self.store, self._key, head, MOST_TRANSCRIPT_BYTES)
 
     def is_removed(self) -> bool:
         """Tests if nothing is left to wait for."""
@@ -225,7 +224,7 @@ def _publish(store: Any, name: str, function: Callable[[], _Result], is_collecti
     else:
         if whole is None:
             _logger.warning("the metadata are too many to be sent to the other processes; each reads them for itself")
-        publication.write({"alone": whole is None}, None if whole is None else zlib.compress(whole, 1))
+        publication.write({"alone": whole is None}, whole)
         return result
     finally:
         publication.keep(is_collective)
@@ -296,15 +295,9 @@ def _transcript(
     if head["alone"]:
         return None
     try:
-        packed = publication.data(head)
-        if packed is None:
-            return None
-        unpacking = zlib.decompressobj()
-        whole = unpacking.decompress(packed, MOST_TRANSCRIPT_BYTES + 1)  # one more, so that its end is seen
-        if unpacking.eof:
-            return Transcript.decode(whole, Viewpoint(group.process, group.primary))
-        raise ValueError("it has no end")
-    except (ValueError, zlib.error) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        whole = publication.data(head)
+        return None if whole is None else Transcript.decode(whole, Viewpoint(group.process, group.primary))
+    except CheckpointError:
+        raise
+    except ValueError as error:
         raise CheckpointIOError(f"what process {group.primary} sent of the checkpoint is damaged", path=path) from error

@@ -1,6 +1,7 @@
 """Descriptions of a chain of transforms for a record.
 
-No class of transform is known here, only its methods `digest()` and `describe()` and its attribute `only_selects`.
+No class of transform is known here, only its methods `digest()` and `describe()`, its attribute `only_selects`, and
+`steps` of migrations and of named sources.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ class RuleRecord(NamedTuple):
       texts: its rules.
       digest: equal for equal rules; None if nothing tells.
       name: of a migration.
-      inner: the rules of a migration.
+      inner: the rules of a migration, or of a named source.
       identity: of a given transform, what `digest` is made of.
       only_selects: it changes no leaf that it keeps.
       is_assumed: a state without a record has the migration.
+      source: the named source, if these are rules of its own.
     """
 
     texts: tuple[str, ...]
@@ -39,6 +41,7 @@ class RuleRecord(NamedTuple):
     identity: str | None = None
     only_selects: bool = False
     is_assumed: bool = False
+    source: str = ""
 
 
 Rules = tuple[RuleRecord, ...]
@@ -66,7 +69,11 @@ def texts_of(rules: Iterable[RuleRecord]) -> list[str]:
 
 def _rule_record(transform: Any, identity: str | None) -> RuleRecord:
     digest, only_selects = identity and digest_of_rule(identity), getattr(transform, "only_selects", False) is True
-    name = getattr(transform, "migration_name", None)
+    name, source = getattr(transform, "migration_name", None), getattr(transform, "rules_of_source", "")
+    if source:
+        inner = record_rules(transform.steps)
+        texts = tuple(_cut_rule(f"{source}: {text}") for text in texts_of(inner))
+        return RuleRecord(texts, digest, None, inner, identity, only_selects, False, source)
     if name is None:
         try:
             rules = _rules(transform)

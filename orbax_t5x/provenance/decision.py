@@ -14,25 +14,26 @@ A list of rules is a history: what a state's record says of the list decides, un
 
 Where a row asks, or is a problem, transforms that only select or cast are applied all the same, as long
 as there is no `fallback` that would fill what they take out: no value that is restored can be wrong by that.
-A job that starts is in the first column, but for steps of another writer: they are resumed as they are.
+A job that starts is in the first column, but for steps of another writer: they are resumed as they are. The rules of
+each named source are decided by themselves; see `orbax_t5x.provenance.named_sources`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from orbax_t5x.provenance.chains import Rules, texts_of
+from orbax_t5x.provenance.chains import RuleRecord, Rules, texts_of
 from orbax_t5x.provenance.history import HistoryComparison, compare, in_common, is_part
 from orbax_t5x.provenance.question import Decision, ResumeContext
 from orbax_t5x.provenance.records import UNRECORDED, Lineage, applied_rules
-from orbax_t5x.provenance.versions import decide_by_version
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.narrow import is_mapping
 
 _SHOWN_RULES = 12
 
-_ANSWERS = Fix.any_of(
+HAS_MORE = Fix.setting("pass {} (the state has them and more: the run goes on)", is_resuming=True)
+ANSWERS = Fix.any_of(
     Fix.setting("pass {} (they were applied already: the run goes on)", is_resuming=True),
     Fix.setting("pass {} (apply them now)", is_resuming=False),
 )
@@ -44,8 +45,6 @@ _NEW_OR_SAME_RUN = Fix.any_of(
 
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     """Decides if transforms are applied, by the source's lineage."""
-    if any(rule.name for rule in context.chain):
-        return decide_by_version(record, context)
     lineage = record or ()
     if context.caller == "start" and record is None:
         # Another writer's: whether this run's transforms were applied to it is not known.
@@ -69,7 +68,7 @@ def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryCo
         return _decide_to_apply(lineage, context)
     if found.relation == "equal":
         note = "the record holds the same rules in another order" if found.is_reordered else ""
-        return Decision(True, lineage, warning="" if is_own else _already_applied(lineage, before), note=note)
+        return Decision(True, lineage, warnings=() if is_own else (_already_applied(lineage, before),), note=note)
     if found.relation == "prefix":
         entry = context.entry(context.chain[found.applied :], continues=True)
         note = f"{found.applied} of {len(context.chain)} rules were applied before: {before}"
@@ -88,14 +87,15 @@ def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryCo
             f"{applied} was applied to this state before, and whether that is what is given now cannot be "
             f"told: {whose} hold a lambda, a closure, a callable object or too much data, and so have no digest"
         )
-        fix = _ANSWERS
+        fix = ANSWERS
     else:
-        rows = listed(_side_by_side(found.recorded, context.chain), _SHOWN_RULES, separator="; ")
-        what = f"the rules that were applied to this state are not those given: {rows}"
+        what = side_by_side(found.recorded, context.chain)
         fix = _NEW_OR_SAME_RUN if found.relation == "apart" else _fix_of_difference(found.recorded, context)
     # Of an unrecorded state some may have been applied since, by another conversion.
     if is_open and context.caller == "convert" and not in_common(found.recorded, context.chain):
-        return dataclasses.replace(_decide_to_apply(lineage, context), warning=f"{what}; the transforms are applied")
+        return dataclasses.replace(
+            _decide_to_apply(lineage, context), warnings=(f"{what}; the transforms are applied",)
+        )
     if not context.has_fallback and context.is_resuming is None and all(rule.only_selects for rule in context.chain):
         # They change no value, and are not recorded: the record is not about them.
         return Decision(False, lineage)
@@ -124,10 +124,10 @@ def _decide_to_apply(lineage: Lineage, context: ResumeContext) -> Decision:
 
 def _answers(found: HistoryComparison, context: ResumeContext) -> Fix:
     if not found.applied or not context.transforms:
-        return _ANSWERS
+        return ANSWERS
     words = f"pass {{}} (apply those that follow the {found.applied} recorded after it)"
     return Fix.any_of(
-        _ANSWERS.ways[0], Fix.setting(words, transforms=context.transforms[found.applied :], is_resuming=False)
+        ANSWERS.ways[0], Fix.setting(words, transforms=context.transforms[found.applied :], is_resuming=False)
     )
 
 
@@ -143,33 +143,41 @@ def _already_applied(lineage: Lineage, before: str) -> str:
     )
 
 
-def _side_by_side(recorded: Rules, chain: Rules) -> list[str]:
-    """Lists the rules of both lists, each with its state."""
+def side_by_side(recorded: Rules, given: Rules) -> str:
+    """Describes a difference: the rules of both lists, each with its state."""
     rows: list[str] = []
     left, newest = list(enumerate(recorded)), -1
-    for given in chain:
-        text = "; ".join(given.texts)
-        same = [one for one in left if one[1].digest is not None and one[1].digest == given.digest][:1]
-        alike = same or [one for one in left if not set(one[1].texts).isdisjoint(given.texts)]
+    for rule in given:
+        shown, key = rule.name or "; ".join(rule.texts), (rule.name, rule.digest)
+        same = [one for one in left if (one[1].name, one[1].digest) == key and (rule.name or rule.digest)][:1]
+        alike = same or [one for one in left if _is_edited(one[1], rule)]
         left = [one for one in left if one not in alike]
-        old = "; ".join(texts_of(rule for _, rule in alike))
+        old = "; ".join(texts_of(one for _, one in alike))
         if same:
-            rows.append(f"applied: {text}{' (moved)' if same[0][0] < newest else ''}")
+            rows.append(f"applied: {shown}{' (moved)' if same[0][0] < newest else ''}")
             newest = max(newest, same[0][0])
         elif not alike:
-            rows.append(f"missing in the record: {text}")
-        elif old == text:
-            rows.append(f"changed: {text} (it reads the same, but its data or functions may differ)")
+            rows.append(f"missing in the record: {shown}")
+        elif old == "; ".join(rule.texts):
+            rows.append(f"changed: {shown} (it reads the same, but its data or functions may differ)")
         else:
-            rows.append(f"changed: {text} (recorded as {old})")
-    return [*rows, *(f"missing in those given: {'; '.join(rule.texts)}" for _, rule in left)]
+            rows.append(f"changed: {shown} (recorded as {old})")
+    rows += [f"missing in those given: {rule.name or '; '.join(rule.texts)}" for _, rule in left]
+    return (
+        f"the rules that were applied to this state are not those given: {listed(rows, _SHOWN_RULES, separator='; ')}"
+    )
+
+
+def _is_edited(recorded: RuleRecord, given: RuleRecord) -> bool:
+    if given.name or recorded.name:
+        return given.name == recorded.name
+    return not set(recorded.texts).isdisjoint(given.texts)
 
 
 def _fix_of_difference(recorded: Rules, context: ResumeContext) -> Fix:
-    """Returns the fix for inserted, removed, changed or moved rules."""
     old, new = [rule.digest for rule in recorded], [rule.digest for rule in context.chain]
     if is_part(new, old):
-        return Fix.setting("pass {} (the state has them and more: the run goes on)", is_resuming=True)
+        return HAS_MORE
     if is_part(old, new) and context.transforms:
         inserted = list(context.transforms)
         for digest in reversed(old):

@@ -108,11 +108,19 @@ def recorded_rules(entry: Entry, chain: Rules) -> Rules:
                 return part
         # No rules of the chain.
         return tuple(RuleRecord((text,), whole and f"{whole}/{at}") for at, text in enumerate(given))
-    texts, rules = iter(applied_rules(entry)), list[RuleRecord]()
+    # The format before has one digest for all rules of a source.
+    of_sources = {rule.digest: rule for rule in chain if rule.source and rule.digest}
+    return tuple(of_sources.get(rule.digest or "", rule) for rule in _rules_of_steps(steps, applied_rules(entry)))
+
+
+def _rules_of_steps(steps: Iterable[Any], texts: Iterable[str]) -> Rules:
+    left, rules = iter(texts), list[RuleRecord]()
     for step in steps:
+        own, source = tuple(itertools.islice(left, step["rules"])), step.get("source", "")
         inner = tuple(RuleRecord((), digest) for digest in step.get("parts", ()))
-        own = tuple(itertools.islice(texts, step["rules"]))
-        rules.append(RuleRecord(own, step["digest"], step.get("name"), inner))
+        if source:
+            inner = _rules_of_steps(step["steps"], [text.removeprefix(f"{source}: ") for text in own])
+        rules.append(RuleRecord(own, step["digest"], step.get("name"), inner, source=source))
     return tuple(rules)
 
 

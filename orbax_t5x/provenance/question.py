@@ -32,6 +32,7 @@ class ResumeContext:
       format: of the source, or name -> format.
       transforms: that the chain records, for fixes.
       leads_to_target: None without a target.
+      source_leads_to_target: of the rules of a named source, by its name.
     """
 
     chain: Rules
@@ -40,8 +41,9 @@ class ResumeContext:
     has_fallback: bool
     source: str | Mapping[str, str]
     format: str | Mapping[str, str]
-    transforms: tuple[Callable[..., Any], ...] = ()
+    transforms: tuple[Any, ...] = ()
     leads_to_target: LeadsToTarget | None = None
+    source_leads_to_target: Callable[[str], LeadsToTarget | None] = lambda name: None
 
     def entry(self, chain: Rules, *, is_resuming: bool | None = None, continues: bool = False) -> Entry:
         """Makes the entry of this restore for some of its transforms."""
@@ -56,10 +58,10 @@ class Decision:
     Attributes:
       is_resuming: whether they were applied already.
       skipped: positions of the transforms that were applied already.
-      migrations: names of those that were applied before; None without any given.
+      parts: of the rules of named sources the same, by position.
       lineage: of the state that is restored.
       problem: why nothing can be decided, and what the caller can pass; None where it is decided.
-      warning: what a person should see; empty where nothing is.
+      warnings: what a person should see.
       note: what was applied to the source before, where other transforms are applied on top; else empty.
       unmatched: the lineage where the transforms that are applied match nothing; None for `lineage` itself.
     """
@@ -67,11 +69,11 @@ class Decision:
     is_resuming: bool
     lineage: Lineage
     problem: tuple[str, Fix] | None = None
-    warning: str = ""
+    warnings: tuple[str, ...] = ()
     note: str = ""
     unmatched: Lineage | None = None
     skipped: Sequence[int] = ()
-    migrations: tuple[str, ...] | None = None
+    parts: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict[int, Sequence[int]])
 
 
 def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
@@ -80,7 +82,7 @@ def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
     if len(every) == 1:
         return every[0]
     lineage = _union(decision.lineage for decision in every)
-    if len({(one.problem is None, one.is_resuming, tuple(one.skipped)) for one in every}) > 1:
+    if len({(one.problem is None, one.is_resuming, tuple(one.skipped), str(one.parts)) for one in every}) > 1:
         answers = "; ".join(f"{name!r}: {_answer_text(decision)}" for name, decision in decisions.items())
         what = f"the items of this step have differing records of what was applied to them: {answers}"
         return Decision(False, lineage, problem=(what, Fix.setting("restore one item at a time with {}", item=...)))
@@ -88,7 +90,7 @@ def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
     return dataclasses.replace(
         every[0],
         lineage=lineage,
-        warning="; ".join(_union([decision.warning] for decision in every if decision.warning)),
+        warnings=_union(decision.warnings for decision in every),
         note="; ".join(_union([decision.note] for decision in every if decision.note)),
         unmatched=_union(without) if len(without) == len(every) else None,
     )

@@ -8,7 +8,8 @@
              "transforms": ["Translate()"],                # the rules, for people; null: nothing was applied
              "digest": "sha256:…",                         # of the chain; null where it has none
              "steps": [{"digest": "…", "rules": 1}],       # of each transform: its digest, and how many rules it has;
-                                                           # of a migration also "name", and "parts": its rules' digests
+                                                           # of a migration also "name", and "parts": digests of its
+                                                           # rules; of a named source "source", and its rules as "steps"
              "continues": true,                            # where these are the rest of a longer list
              "is_resuming": true}],                        # where the caller passed it: applied already
         "partial": {"…": […]},                             # in place of "provenance": that of each partial save
@@ -28,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.provenance.chains import Rules, digest_of_rules, texts_of
+from orbax_t5x.provenance.chains import RuleRecord, Rules, digest_of_rules, texts_of
 from orbax_t5x.trees.narrow import is_mapping, is_sequence
 
 KEY = "orbax_t5x"
@@ -67,14 +68,17 @@ def make_entry(
         "digest": digest_of_rules(chain),
     }
     if chain and len(texts_of(chain)) <= _RECORDED_RULES:
-        entry["steps"] = [
-            {"digest": rule.digest, "rules": len(rule.texts)}
-            | ({"name": rule.name, "parts": [one.digest for one in rule.inner]} if rule.name else {})
-            for rule in chain
-        ]
+        entry["steps"] = list(map(_step, chain))
     if continues:
         entry["continues"] = True
     return entry if is_resuming is None else {**entry, "is_resuming": is_resuming}
+
+
+def _step(rule: RuleRecord) -> dict[str, Any]:
+    step: dict[str, Any] = {"digest": rule.digest, "rules": len(rule.texts)}
+    if rule.name:
+        step |= {"name": rule.name, "parts": [one.digest for one in rule.inner]}
+    return step | {"source": rule.source, "steps": list(map(_step, rule.inner))} if rule.source else step
 
 
 def recorded_texts(chain: Rules) -> list[str]:
@@ -186,19 +190,25 @@ def _is_entry_form(entry: Mapping[str, Any]) -> bool:
         and isinstance(entry.get("digest", 0), str | None)
         and isinstance(entry.get("is_resuming"), bool | None)
         and isinstance(entry.get("continues", False), bool)
-        and _are_steps(entry.get("steps"), entry["transforms"] or ())
+        and _are_steps(entry.get("steps"), len(entry["transforms"] or ()))
     )
 
 
-def _are_steps(steps: Any, texts: Sequence[str]) -> bool:
-    """Tests if steps, if any, cover all texts."""
+def _are_steps(steps: Any, count: int) -> bool:
+    """Tests if steps, if any, cover so many texts."""
     return steps is None or (
         is_sequence(steps)
         and all(is_mapping(one) and isinstance(one.get("digest", 0), str | None) for one in steps)
         and all(type(one.get("rules")) is int and one["rules"] > 0 for one in steps)
         and all(isinstance(one.get("name"), str | None) and is_sequence(one.get("parts", ())) for one in steps)
-        and sum(one["rules"] for one in steps) == len(texts)
+        and all(_are_of_source(one) for one in steps if "source" in one)
+        and sum(one["rules"] for one in steps) == count
     )
+
+
+def _are_of_source(step: Mapping[str, Any]) -> bool:
+    steps = step.get("steps")
+    return isinstance(step["source"], str) and steps is not None and _are_steps(steps, step["rules"])
 
 
 def _is_list_of_texts(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orbax_t5x.provenance.chains import RuleRecord, Rules, texts_of
+from orbax_t5x.provenance.decision import ANSWERS, HAS_MORE, side_by_side
 from orbax_t5x.provenance.history import in_common, recorded_rules
 from orbax_t5x.provenance.question import Decision, ResumeContext
 from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded
@@ -12,6 +13,11 @@ from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 
 _SHOWN_NAMES = 12
+
+_EDITED = Fix.any_of(
+    Fix("give the recorded migrations as they were, in their order, and new ones at the end"),
+    Fix.setting("pass {} (the state has all of them as they are now)", is_resuming=True),
+)
 
 
 def decide_by_version(record: Lineage | None, context: ResumeContext) -> Decision:
@@ -42,14 +48,13 @@ def _by_record(record: Lineage | None, context: ResumeContext) -> Decision:
             f"{listed(texts_of(plain), 1)} was applied to this state before, and {listed(texts_of(before), 1)}, given "
             f"before the migrations, {'has no digest' if None in digests else 'is not that'}"
         )
-        return _problem(lineage, what, _answers())
+        return _problem(lineage, what, ANSWERS)
     if recorded:
-        is_same = [(rule.name, rule.digest) for rule in recorded] == [
-            (one.name, one.digest) for one in given[: len(recorded)]
-        ]
-        if is_same and (has_plain or not first):
+        known, names = ([(rule.name, rule.digest) for rule in rules] for rules in (recorded, given))
+        if known == names[: len(known)] and (has_plain or not first):
             return _made(lineage, context, len(recorded), has_plain=has_plain)
-        return _problem(lineage, *_difference(recorded, given))
+        fix = HAS_MORE if names == known[: len(given)] else _EDITED
+        return _problem(lineage, side_by_side(tuple(recorded), given), fix)
     assumed = sum(one.is_assumed for one in given)
     if assumed:
         return _made(lineage, context, assumed, has_plain=has_plain)
@@ -97,43 +102,13 @@ def _since(names: Sequence[str], can_be_oldest: bool) -> Fix:
     return Fix.any_of(*ways)
 
 
-def _answers() -> Fix:
-    return Fix.any_of(
-        Fix.setting("pass {} (the state has all of them)", is_resuming=True),
-        Fix.setting("pass {} (apply all of them now)", is_resuming=False),
-    )
-
-
 def _plain_question(plain: Sequence[RuleRecord], given: Rules) -> tuple[str, Fix]:
     digests = [rule.digest for rule in plain]
     lengths = [sum(len(one.inner) for one in given[: index + 1]) for index in range(len(given))]
     inner = [rule.digest for one in given for rule in one.inner]
     names = [one.name or "" for one, length in zip(given, lengths, strict=True) if digests == inner[:length]]
     what = f"rules without a name were applied to this state that migrations hold, too: {listed(texts_of(plain), 3)}"
-    return what, _since(names, False) if names else _answers()
-
-
-def _difference(recorded: Sequence[RuleRecord], given: Rules) -> tuple[str, Fix]:
-    """Describes recorded migrations that do not begin the list."""
-    known, names = {rule.name: rule for rule in recorded}, [one.name for one in given]
-    order = [name for name in known if name in names]
-    rows: list[str] = []
-    for at, one in enumerate(given):
-        if one.name not in known:
-            rows.append(f"not applied: {one.name}" + (" (before applied ones)" if set(names[at:]) & set(order) else ""))
-        elif known[one.name].digest != one.digest:
-            rows.append(f"changed: {one.name} (recorded as {listed(known[one.name].texts, 1)})")
-        else:
-            is_moved = order.index(one.name) != [name for name in names if name in known].index(one.name)
-            rows.append(f"applied: {one.name}{' (moved)' if is_moved else ''}")
-    rows += [f"applied and not given: {rule.name}" for rule in recorded if rule.name not in names]
-    what = f"the migrations that were applied to this state are not the first of those given: {'; '.join(rows)}"
-    if names == [rule.name for rule in recorded][: len(names)] and not any(row.startswith("changed") for row in rows):
-        return what, Fix.setting("pass {} (the state has them and more)", is_resuming=True)
-    return what, Fix.any_of(
-        Fix("give the recorded migrations as they were, in their order, and new ones at the end"),
-        Fix.setting("pass {} (the state has all of them as they are now)", is_resuming=True),
-    )
+    return what, _since(names, False) if names else ANSWERS
 
 
 def _recorded(lineage: Lineage, chain: Rules) -> tuple[list[RuleRecord], list[RuleRecord]]:
@@ -161,8 +136,7 @@ def _made(
         lineage = (*lineage, context.entry(has, is_resuming=True))
     if rest:
         lineage = (*lineage, context.entry(rest, continues=bool(lineage)))
-    names = tuple(rule.name for rule in has if rule.name)
-    return Decision(not rest, lineage, skipped=skipped, migrations=names)
+    return Decision(not rest, lineage, skipped=skipped)
 
 
 def _skipped(first: int, count: int, has_plain: bool) -> tuple[int, ...]:

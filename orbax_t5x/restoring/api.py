@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, PlanKeywords, RestoreKeywords, RestoreOptions
-from orbax_t5x.restoring.plan import PlanMigrations, RestorePlan
-from orbax_t5x.restoring.planner import build_plan, leads_to_target, plan_inputs, source_leads_to_target
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.planner import build_plan, leads_to_target_of, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, open_sources
 from orbax_t5x.text.masked import masked
 from orbax_t5x.text.progress_bar import Progress
@@ -30,6 +29,7 @@ from orbax_t5x.transforms.patterns.table import Pattern
 
 # Only the processes of a job load what they do together.
 _collective_restore = on_demand.function("orbax_t5x.multihost.rendezvous", "collective_operation")
+_agreement = on_demand.function("orbax_t5x.multihost.agreement", "Agreement")
 _openings_of = on_demand.function("orbax_t5x.multihost.openings", "openings_of")
 _announce_exit = on_demand.function("orbax_t5x.multihost.heartbeat", "announce_exit")
 
@@ -177,14 +177,18 @@ def restore(
       ((128, 16), (16, 16))
     """
     options = RestoreOptions.among(locals())
+    planning = contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         if jax.distributed.is_initialized():
             stack.enter_context(_collective_restore(multiprocessing_options))
+            planning = _agreement(multiprocessing_options).planning(Exception)
         begun = time.monotonic()
         is_primary = jax.process_index() == 0
         if is_primary:
             jax.monitoring.record_event("/jax/orbax/read/start")
-        restored = open_plan(source, target, transforms, options, stack).run(options)
+        with planning:
+            plan = open_plan(source, target, transforms, options, stack)
+        restored = plan.run(options)
         if is_primary:
             jax.monitoring.record_event("/jax/orbax/read/success")
             jax.monitoring.record_event_duration_secs("/jax/orbax/read/total_duration_secs", time.monotonic() - begun)
@@ -223,26 +227,13 @@ def plan_of(
     history = SourceHistory(sources)
 
     def decided(records: Records) -> Decision:
-        fits = None if inputs.target.kind == "everything" else partial(leads_to_target, inputs)
-        return history.decide(records, inputs.transforms, options, caller.kind, fits)
+        return history.decide(records, inputs.transforms, options, caller.kind, partial(leads_to_target_of, inputs))
 
     if inputs.transforms or caller.keeps_lineage:
         # The only reads between opening the sources and reading arrays. Before the plan: transforms that were applied
         # already fail in ways that would only hide why.
         decision = decided(caller.agree(history.with_older_steps_once()))
-        migrations = ((), ())
-        if not decision.is_resuming:
-            leads = partial(source_leads_to_target, inputs)
-            left, warnings, migrations = history.without_applied(inputs.transforms, options, caller.kind, leads)
-            if any(one is not other for one, other in zip(left, inputs.transforms, strict=True)):
-                # The lineage has all of them, of which some were applied before.
-                decision = dataclasses.replace(decision, unmatched=None)
-                inputs = dataclasses.replace(inputs, transforms=left)
-            inputs.diagnostics.warnings.extend(warnings)
-        plan = build_plan(inputs, decision, proposes=caller.proposes)
-        if any(migrations):
-            plan.migrations = PlanMigrations(*migrations)
-        return plan
+        return build_plan(inputs, decision, proposes=caller.proposes)
     _ = history.recorded  # a damaged record is an error also of a restore that needs none
     nothing_to_decide = Decision(is_resuming=options.is_resuming is True, lineage=())
     plan = build_plan(inputs, nothing_to_decide, proposes=caller.proposes)

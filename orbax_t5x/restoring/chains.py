@@ -18,6 +18,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.transforms import MODULE_OF as public_transforms
 from orbax_t5x.transforms.base import AnyTransform, Transform
+from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.migrations import Migration, Migrations, expanded
 from orbax_t5x.transforms.run import run_transforms
@@ -56,7 +57,7 @@ class FoundRules(Transform):
 class OneSource(Transform):
     """Transforms of a named source, on its own leaves.
 
-    They see the names that the source gives them.
+    They see the names that the source gives them. In a state that was made of it, its leaves are those below its name.
 
     Attributes:
       source: its name.
@@ -66,11 +67,19 @@ class OneSource(Transform):
     source: str
     steps: tuple[AnyTransform, ...]
     # Names of its leaves: those of the sources `a` and `a/b` both begin with `a/`.
-    _names: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
+    _names: frozenset[str] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def rules_of_source(self) -> str:
+        """The source's name, for records."""
+        return self.source
 
     @property
     def only_selects(self) -> bool:
         return all(getattr(step, "only_selects", False) is True for step in self.steps)
+
+    def describe(self) -> str:
+        return f"{self.source}: {', '.join(map(describe_transform, self.steps))}"
 
     def _joined_name(self, name: str) -> str:
         """Returns the name of a leaf among all sources' leaves."""
@@ -78,8 +87,9 @@ class OneSource(Transform):
 
     def own(self, state: FlatState) -> dict[str, Any]:
         """Returns the source's leaves, by its own names."""
-        names = {self._joined_name(name): name for name in self._names}
-        return {names[name]: value for name, value in state.items() if name in names}
+        start = f"{self.source}/"
+        own = {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
+        return own if self._names is None else {name: value for name, value in own.items() if name in self._names}
 
     def target_below(self, target: FlatState) -> FlatState:
         """Returns the target below the source's name, or all of it.
@@ -199,6 +209,27 @@ def _call_of(name: str) -> str | None:
         wanted = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
         return f"ot.rules.{name}({', '.join(f'{parameter}=…' for parameter in wanted)})"
     return f"ot.transforms.{name}(…)" if name in public_transforms else None
+
+
+def without_parts(transforms: Sequence[AnyTransform], parts: Mapping[int, Collection[int]]) -> tuple[AnyTransform, ...]:
+    """Returns transforms without some of those of named sources, by position."""
+    return tuple(
+        dataclasses.replace(one, steps=tuple(step for index, step in enumerate(one.steps) if index not in parts[at]))
+        if isinstance(one, OneSource) and parts.get(at)
+        else one
+        for at, one in enumerate(transforms)
+    )
+
+
+def names_of_migrations(transforms: Iterable[AnyTransform]) -> tuple[str, ...]:
+    """Lists the names of migrations; of a named source with its name."""
+    names: list[str] = []
+    for one in transforms:
+        if isinstance(one, OneSource):
+            names += (f"{one.source}/{name}" for name in names_of_migrations(one.steps))
+        elif isinstance(one, Migration):
+            names.append(one.migration_name)
+    return tuple(names)
 
 
 def rules_found(given: Sequence[AnyTransform], written: Sequence[AnyTransform]) -> tuple[AnyTransform, ...]:

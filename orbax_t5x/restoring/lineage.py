@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +22,10 @@ from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
 from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import OpenSources
-from orbax_t5x.transforms.base import AnyTransform
-from orbax_t5x.transforms.migrations import Migration
 from orbax_t5x.trees.narrow import is_mapping
 
 # Of restores with transforms only.
-_decide: Callable[..., Decision] = on_demand.function("orbax_t5x.provenance.decision", "decide")
+_decide: Callable[..., Decision] = on_demand.function("orbax_t5x.provenance.named_sources", "decide")
 # Of checkpoints of runs only.
 _lacks_record = on_demand.function("orbax_t5x.restoring.run_steps", "lacks_record")
 _opened_once = on_demand.function("orbax_t5x.multihost.openings", "opened_once")  # several processes only
@@ -35,8 +33,16 @@ _opened_once = on_demand.function("orbax_t5x.multihost.openings", "opened_once")
 _logger = logging.getLogger(__name__)
 
 
+LeadsOf = Callable[[OneSource | None], LeadsToTarget | None]
+"""Returns whether transforms lead to the target: those of a named source on its own leaves, or with None all."""
+
+
 def _unchanged(records: Records) -> Records:
     return records
+
+
+def _without_target(one: OneSource | None) -> None:
+    return None
 
 
 class Caller(NamedTuple):
@@ -55,20 +61,6 @@ class Caller(NamedTuple):
 
 ANY_RESTORE = Caller()
 """A restore or a plan that is not a handler's restore of its own step."""
-
-
-class UnappliedTransforms(NamedTuple):
-    """Transforms without those that named sources have.
-
-    Attributes:
-      transforms: each at its position.
-      warnings: about the sources.
-      migrations: names of the sources' migrations, applied before and now.
-    """
-
-    transforms: tuple[AnyTransform, ...]
-    warnings: list[str]
-    migrations: tuple[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,48 +100,23 @@ class SourceHistory:
         paths = [checkpoint.shared_path for checkpoint in self.sources.checkpoints.values()]
         return _opened_once(["history", *paths], ", ".join(paths), self.with_older_steps)
 
-    def without_applied(
-        self,
-        transforms: Iterable[AnyTransform],
-        options: RestoreOptions,
-        kind: CallerKind,
-        leads_to_target: Callable[[OneSource], LeadsToTarget | None],
-    ) -> UnappliedTransforms:
-        """Takes those transforms of named sources out that their records have."""
-        left: list[AnyTransform] = []
-        warnings: list[str] = []
-        before: list[str] = []
-        now: list[str] = []
-        for one in transforms:
-            if isinstance(one, OneSource) and options.is_resuming is None:
-                own = SourceHistory(OpenSources({"": self.sources.checkpoints[one.source]}))
-                decision = own.decide(own.with_older_steps_once(), one.steps, options, kind, leads_to_target(one))
-                skipped = range(len(one.steps)) if decision.is_resuming else decision.skipped
-                if decision.migrations is not None:
-                    names = [f"{one.source}/{step.migration_name}" for step in one.steps if isinstance(step, Migration)]
-                    before += names[: len(decision.migrations)]
-                    now += names[len(decision.migrations) :]
-                if skipped:
-                    steps = tuple(step for index, step in enumerate(one.steps) if index not in skipped)
-                    one = dataclasses.replace(one, steps=steps)
-                warnings += [f"source {one.source!r}: {decision.warning}"] if decision.warning else []
-            left.append(one)
-        return UnappliedTransforms(tuple(left), warnings, (tuple(before), tuple(now)))
-
     def decide(
         self,
         records: Records,
         transforms: Sequence[Callable[..., Any]],
         options: RestoreOptions,
         kind: CallerKind,
-        leads_to_target: LeadsToTarget | None = None,
+        leads: LeadsOf = _without_target,
     ) -> Decision:
-        """Decides if transforms were applied, and the new lineage.
+        """Decides which transforms were applied, and the new lineage.
+
+        Those of open named sources are decided by the record of each.
 
         A RestorePlanError where only the caller can decide.
         """
         checkpoints = self.sources.checkpoints
         single = checkpoints.get("")
+        of_sources = {one.source: one for one in transforms if isinstance(one, OneSource)}
         context = ResumeContext(
             chain=record_rules(transforms),
             caller=kind,
@@ -158,15 +125,27 @@ class SourceHistory:
             source={name: one.path for name, one in checkpoints.items()} if single is None else single.path,
             format={name: one.format for name, one in checkpoints.items()} if single is None else single.format,
             transforms=tuple(transforms),
-            leads_to_target=leads_to_target,
+            leads_to_target=leads(None),
+            source_leads_to_target=lambda name: leads(of_sources[name]) if name in of_sources else None,
         )
         decision = combine_decisions({item: _decide(record, context) for item, record in records.items()})
         path = self.sources.path
         if decision.problem is not None:
             message, fix = decision.problem
             raise RestorePlanError([Problem("provenance", None, message, fix)], path=path)
-        if decision.warning:
-            _logger.warning("%s: %s", path, decision.warning)
+        for warning in decision.warnings:
+            _logger.warning("%s: %s", path, warning)
         if decision.note:
             _logger.info("%s: %s", path, decision.note)
-        return decision
+        if single is not None or decision.is_resuming or options.is_resuming is not None:
+            return decision
+        parts, warnings = dict[int, Sequence[int]](), list(decision.warnings)
+        for at, one in enumerate(transforms):
+            if isinstance(one, OneSource):
+                own = SourceHistory(OpenSources({"": checkpoints[one.source]}))
+                found = own.decide(own.with_older_steps_once(), one.steps, options, kind, lambda _, one=one: leads(one))
+                parts[at] = range(len(one.steps)) if found.is_resuming else found.skipped
+                warnings += [f"source {one.source!r}: {warning}" for warning in found.warnings]
+        # The lineage has all of them, of which some may have been applied before.
+        unmatched = None if any(parts.values()) else decision.unmatched
+        return dataclasses.replace(decision, parts=parts, warnings=tuple(warnings), unmatched=unmatched)

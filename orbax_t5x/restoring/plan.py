@@ -272,8 +272,7 @@ class RestorePlan(Generic[_Restored]):
       report: after `execute`, what was read and checked.
       processes: Orbax's options of the processes that execute it together; None: all of the job.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
-      rest: the transforms that are applied, if the first of the list were applied before or `"auto"` found some; else
-        None.
+      rest: the transforms that are applied.
       migrations: the names of the migrations that were applied before, and of those that are applied, or None.
       decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
         `broadcast.schedule.decisions_of` decides by the shardings.
@@ -318,7 +317,7 @@ class RestorePlan(Generic[_Restored]):
         self.report: RestoreReport | Any = None
         self.decisions: Mapping[str, Any] | None = None
         self.is_resuming = False
-        self.rest: tuple[Any, ...] | None = None
+        self.rest: tuple[Any, ...] = ()
         self.migrations: PlanMigrations | None = None
         self.processes: AnyProcesses | None = None
 

@@ -19,7 +19,14 @@ from orbax_t5x.lazy import Leaf, counting_reads
 from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.provenance.question import Decision, LeadsToTarget
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.chains import FoundRules, OneSource, rules_found, written_out
+from orbax_t5x.restoring.chains import (
+    FoundRules,
+    OneSource,
+    names_of_migrations,
+    rules_found,
+    without_parts,
+    written_out,
+)
 from orbax_t5x.restoring.fallback import Fallback, open_fallback
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
@@ -121,7 +128,7 @@ def plan_inputs(
     return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics, why)
 
 
-def leads_to_target(inputs: PlanInputs, skipped: Sequence[int], is_exact: bool) -> bool:
+def _leads_to_target(inputs: PlanInputs, skipped: Sequence[int], is_exact: bool) -> bool:
     """Tests if transforms without the skipped names lead to the target.
 
     Without `is_exact` the options may permit missing and leftover leaves.
@@ -144,11 +151,13 @@ def leads_to_target(inputs: PlanInputs, skipped: Sequence[int], is_exact: bool) 
     return (may_miss or not matcher.missing) and (may_leave or not matcher.leftovers)
 
 
-def source_leads_to_target(inputs: PlanInputs, one: OneSource) -> LeadsToTarget | None:
-    """Returns `leads_to_target` of a named source, or None.
+def leads_to_target_of(inputs: PlanInputs, one: OneSource | None) -> LeadsToTarget | None:
+    """Returns a test if transforms, or a source's, fit the target.
 
-    None: the target has no part below the source's name.
+    None: there is no target, or no part of it below the source's name.
     """
+    if one is None:
+        return None if inputs.target.kind == "everything" else functools.partial(_leads_to_target, inputs)
     target, start = inputs.target, f"{one.source}/"
     leaves = {name[len(start) :]: leaf for name, leaf in target.leaves.items() if name.startswith(start)}
     if not leaves:
@@ -157,19 +166,20 @@ def source_leads_to_target(inputs: PlanInputs, one: OneSource) -> LeadsToTarget 
     original = one.target_below(target.original)
     part = dataclasses.replace(target, leaves=leaves, original=original, inference_states=states, problems=())
     own = dataclasses.replace(inputs, source=one.own(inputs.source), target=part, transforms=one.steps)
-    return functools.partial(leads_to_target, own)
+    return functools.partial(_leads_to_target, own)
 
 
 def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:
     """Plans a restore after a `decision` about its transforms."""
     checkpoints, flattened, options = inputs.sources.checkpoints, inputs.target, inputs.options
-    source, transforms, diagnostics = inputs.source, inputs.transforms, inputs.diagnostics
-    if decision.warning:
-        diagnostics.warnings.append(decision.warning)
-    resuming = decision.is_resuming
+    source, diagnostics = inputs.source, inputs.diagnostics
+    diagnostics.warnings += decision.warnings
+    resuming, given = decision.is_resuming, inputs.transforms
+    transforms = without_parts(given, decision.parts) if decision.parts else given
     fallback = None if options.fallback is None else open_fallback(options.fallback, diagnostics.problems.append)
     inputs = dataclasses.replace(
         inputs,
+        transforms=transforms,
         takes_rules=not resuming,
         proposes=proposes and not resuming,
         fallback=fallback,
@@ -217,15 +227,15 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         fallback=None if fallback is None else fallback.compute,
         is_fill_expected=options.fallback_for is not None,
         found_rules=found,
-        why={} if resuming or decision.skipped else inputs.why,
+        why={} if resuming or any((decision.skipped, *decision.parts.values())) else inputs.why,
         bytes_read_at_planning=reads.bytes_read,
     )
     plan.is_resuming = resuming
-    rest = [one for index, one in enumerate(transforms) if index not in decision.skipped]
-    plan.rest = tuple(rest) if decision.skipped or found else None
-    if decision.migrations is not None:
-        names = tuple(name for one in transforms if (name := getattr(one, "migration_name", None)))
-        plan.migrations = PlanMigrations(decision.migrations, names[len(decision.migrations) :])
+    if given:
+        rest = [] if resuming else [one for index, one in enumerate(transforms) if index not in decision.skipped]
+        plan.rest = tuple(one for one in rest if not isinstance(one, OneSource) or one.steps)
+        names, now = names_of_migrations(given), names_of_migrations(plan.rest)
+        plan.migrations = PlanMigrations(tuple(name for name in names if name not in now), now) if names else None
     plan.processes = options.multiprocessing_options
     if found and plan.filled and not plan.is_fill_expected:
         if problems := _partial_rules(plan, found):

@@ -131,8 +131,8 @@ def _own_chain(sources: Mapping[str, Source], checkpoints: Mapping[str, Checkpoi
         steps = chain_of(source.transforms)
         if steps and name:
             checkpoint = checkpoints.get(name)
-            names = () if checkpoint is None else (*checkpoint.leaves, *checkpoint.empties)
-            chain.append(OneSource(name, steps, frozenset(names)))
+            names = None if checkpoint is None else frozenset((*checkpoint.leaves, *checkpoint.empties))
+            chain.append(OneSource(name, steps, names))
         else:
             chain.extend(steps)
     return tuple(chain)

@@ -10,7 +10,7 @@ from typing import Any
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import LazyArray, View, as_view
 from orbax_t5x.lazy.value import has_unfilled
-from orbax_t5x.restoring.chains import Transforms, chain_of, written_out
+from orbax_t5x.restoring.chains import OneSource, Transforms, chain_of, without_parts, written_out
 from orbax_t5x.restoring.lineage import SourceHistory
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import AnySource, open_sources
@@ -48,17 +48,18 @@ def open_transformed(
     records = history.with_older_steps() if applied else history.recorded
     decision = history.decide(records, applied, options, "convert")
     resuming = decision.is_resuming
+    applied = without_parts(applied, decision.parts)
     state = run_on_leaves(
         applied, stored, target, is_resuming=resuming, diagnostics=diagnostics, skipped=decision.skipped
     )
     views = _views(state, diagnostics)
     if diagnostics.problems:
         raise diagnostics.error(path=path)
-    warnings = [decision.warning, *diagnostics.warnings] if decision.warning else diagnostics.warnings
+    warnings = (*decision.warnings, *diagnostics.warnings)
     rest = [one for index, one in enumerate(applied) if index not in decision.skipped]
-    rules = [] if resuming else list(map(describe_transform, rest))
+    rules = [] if resuming else [describe_transform(one) for one in rest if not isinstance(one, OneSource) or one.steps]
     shared_paths = tuple(checkpoint.shared_path for checkpoint in sources.checkpoints.values())
-    return TransformedLeaves(path, shared_paths, views, tuple(rules), tuple(warnings))
+    return TransformedLeaves(path, shared_paths, views, tuple(rules), warnings)
 
 
 def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View]:

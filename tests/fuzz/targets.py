@@ -32,11 +32,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, UnsupportedCheckpointError
 from orbax_t5x.extras.web.web_answer import read_answer
-from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import Root
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError
 from orbax_t5x.readers.ranges.byte_runs import WindowGrid, union_runs
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from orbax_t5x.readers.tf_bundle.sstable import Table
@@ -730,7 +730,7 @@ def _web_answer(_: Path) -> Check:
             placed = read_answer(response, wanted._replace(into=memory))
         except CheckpointError as error:
             return error
-        except (ValueError, OSError, PassingError, urllib3.exceptions.HTTPError, http.client.HTTPException):
+        except (RequestError, OSError, urllib3.exceptions.HTTPError, http.client.HTTPException):
             return None
         assert found is None or len(found.data) <= wanted.size
         assert found is None or wanted.stop is None or len(found.data) == wanted.size

@@ -1,6 +1,7 @@
 """Bytes in a key-value store come back as they were written, or not at all; gathered once, and removed."""
 
 import collections
+import random
 
 import pytest
 from hypothesis import given
@@ -26,23 +27,30 @@ class Store(dict):
     blocking_key_value_get = blocking_key_value_get_bytes
 
 
-@given(st.binary(max_size=40), st.integers(1, 9))
+MOST = 6 << 20
+
+
+@given(st.binary(min_size=1, max_size=40), st.integers(1, 9))
 def test_bytes_come_back_whatever_the_size_of_a_piece(data, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordination, "_PIECE_BYTES", size)
         store = Store()
         head = write_pieces(store, "key", data)
-        assert len(store) == head["pieces"] == -(-len(data) // size)
-        assert read_pieces(store, "key", head) == data
+        assert len(store) == head["pieces"] == -(-sum(map(len, store.values())) // size)
+        assert read_pieces(store, "key", head, len(data)) == data
+        with pytest.raises(ValueError, match=f"no end after {len(data)} bytes"):
+            read_pieces(store, "key", head, len(data) - 1)
         for key, piece in store.items():
             with pytest.raises(ValueError, match="other bytes"):
-                read_pieces(Store({**store, key: piece + b"x"}), "key", head)
-            assert read_pieces(Store({other: store[other] for other in store if other != key}), "key", head) is None
+                read_pieces(Store({**store, key: piece + b"x"}), "key", head, MOST)
+            rest = Store({other: store[other] for other in store if other != key})
+            assert read_pieces(rest, "key", head, MOST) is None
 
 
 def test_a_piece_is_below_the_limit_of_a_message():
     store = Store()
-    assert read_pieces(store, "key", write_pieces(store, "key", bytes(5 << 20))) == bytes(5 << 20)
+    data = random.Random(0).randbytes(5 << 20)
+    assert read_pieces(store, "key", write_pieces(store, "key", data), MOST) == data
     assert len(store) > 1
 
 
@@ -105,5 +113,5 @@ def test_damage_is_an_error(store, monkeypatch):
         coordination.gathered("item", None)
     monkeypatch.setattr(coordination, "_MOST_GATHERED_BYTES", 50)
     coordination.send("item", 0, bytes(100))
-    with pytest.raises(ValueError, match="no end after 50 bytes"):
+    with pytest.raises(ValueError, match="no end after 51 bytes"):
         coordination.gathered("item", None)

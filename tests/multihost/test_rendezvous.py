@@ -128,17 +128,29 @@ def shorten_silence():
 openings._COLLECTIVE_BEGIN_SECS = 1  # process 0 opens something else
 if process == 0:
     threading.Thread(target=shorten_silence, daemon=True).start()
+
+def leave(state, target, *, is_resuming=False):
+    if process == 1:
+        raise SystemExit
+    return state
+
+is_failing = how == "fails" and process == 1
 try:
-    ot.restore(source if process == 0 else f"{folder}/nothing", None)
+    ot.restore(f"{folder}/nothing" if is_failing else source, None, [] if how == "fails" else [leave])
 except ot.errors.CheckpointError as error:
     tell([type(error).__name__, str(error)])
 """
 
 
-def test_a_process_that_fails_in_planning_and_ends_is_not_waited_for(source, tmp_path):
-    first, second = run_script(_BEGIN + _ENDS, 2, source, tmp_path)
-    assert second[0][0] == "CheckpointNotFoundError"
-    assert first[0][0] == "CheckpointIOError" and "process 1 has ended" in first[0][1]
+@pytest.mark.parametrize("how", ["fails", "ends"])
+def test_a_process_that_fails_in_planning_or_ends_is_not_waited_for(source, tmp_path, how):
+    begin = _BEGIN.replace("source, folder =", "source, folder, how =")
+    first, second = run_script(begin + _ENDS, 2, source, tmp_path, how)
+    ((kind, text),) = first
+    if how == "fails":
+        assert kind == second[0][0] == "CheckpointNotFoundError" and "(on process 1)" in text
+    else:
+        assert (kind, second) == ("CheckpointIOError", []) and "process 1 has ended" in text
 
 
 # Killed where the others cannot know of it: before the first call, with a backend or without.

@@ -116,7 +116,7 @@ def outcome(decision):
         return (
             "ask" if "cannot be told" in decision.problem[0] or "nothing records" in decision.problem[0] else "problem"
         )
-    return ("once" if decision.is_resuming else "apply") + "!" * bool(decision.warning) + "+" * bool(decision.note)
+    return ("once" if decision.is_resuming else "apply") + "!" * bool(decision.warnings) + "+" * bool(decision.note)
 
 
 @pytest.mark.parametrize("row", TABLE)

@@ -70,7 +70,7 @@ def test_the_table_by_an_oracle(recorded, names, cuts, old):
         is_problem = row == "differs" or (row == "apart" and caller in ("own step", "start"))
         assert (decision.problem is not None) == is_problem
         assert decision.is_resuming == (row == "equal") and len(decision.skipped) == (count if row == "prefix" else 0)
-        assert bool(decision.warning) == (row == "equal" and caller in ("restore", "convert"))
+        assert bool(decision.warnings) == (row == "equal" and caller in ("restore", "convert"))
         if not is_problem:
             # What was applied is recorded: the same list is the record's from then on.
             assert compare(decision.lineage, chain_of(names)).relation == "equal"

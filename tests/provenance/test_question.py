@@ -14,10 +14,10 @@ APPLIED, TO_APPLY = Decision(True, (ENTRY,)), Decision(False, (ENTRY,), unmatche
 
 def test_equal_decisions_are_one():
     assert combine_decisions({"a": APPLIED}) is APPLIED
-    other = Decision(True, (CONTEXT.entry(CONTEXT.chain, continues=True),), warning="twice", note="told")
+    other = Decision(True, (CONTEXT.entry(CONTEXT.chain, continues=True),), warnings=("twice",), note="told")
     both = combine_decisions({"a": APPLIED, "b": other, "c": other})
     assert both.is_resuming and both.lineage == (ENTRY, *other.lineage)
-    assert (both.warning, both.note, both.unmatched) == ("twice", "told", None)
+    assert (both.warnings, both.note, both.unmatched) == (("twice",), "told", None)
     assert combine_decisions({"a": TO_APPLY, "b": TO_APPLY}).unmatched == ()
 
 

@@ -8,6 +8,10 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.cli.main import main
+from orbax_t5x.provenance.chains import record_rules
+from orbax_t5x.provenance.named_sources import decide
+from orbax_t5x.provenance.question import ResumeContext
+from orbax_t5x.provenance.records import UNRECORDED, make_entry
 
 T = ot.transforms
 RENAME = T.Rename([("a", "b")])
@@ -68,9 +72,9 @@ def test_names_that_changed_or_moved_are_problems(tmp_path):
     moved = problem_of(path, TARGET, ot.Migrations([ITEMS[1], ITEMS[0], ITEMS[2]]))
     assert "(moved)" in moved.message
     inserted = problem_of(path, TARGET, ot.Migrations([ITEMS[0], ("new", []), *ITEMS[1:]]))
-    assert "not applied: new (before applied ones)" in inserted.message
+    assert "missing in the record: new" in inserted.message
     shorter = problem_of(path, {"b": A, "c": A}, ot.Migrations(ITEMS[:1]))
-    assert "applied and not given: swap" in shorter.message and "is_resuming=True" in str(shorter.fix)
+    assert "missing in those given: swap" in shorter.message and "is_resuming=True" in str(shorter.fix)
     assert ot.restore(path, STATES[2], ot.Migrations(ITEMS[:1]), is_resuming=True)["b"][0] == B[0]
 
 
@@ -161,6 +165,23 @@ def test_a_record_of_plain_rules_is_asked_about(tmp_path):
     np.testing.assert_array_equal(restored["joined"], STATES[3]["joined"])
     # And the other way round.
     assert "not those given" in problem_of(of_version(tmp_path / "other", 1), STATES[1], [RENAME]).message
+
+
+def test_migrations_recorded_after_a_gap():
+    """What was recorded before it counts no more; what was recorded since is all that is known."""
+    chain = record_rules(list_of(3).steps)
+    asked = ResumeContext(chain, "own step", None, False, "/here", "orbax")
+    before, since = (make_entry("/here", "orbax", chain[:count]) for count in (2, 1))
+    gap = (before, UNRECORDED)
+    assert "nothing records which migrations" in decide(gap, asked).problem[0]
+    assert [list(decide(lineage, asked).skipped) for lineage in [(before,), (*gap, since)]] == [[0, 1], [0]]
+    answered = make_entry("/here", "orbax", chain[:2], is_resuming=True)
+    rest = make_entry("/here", "orbax", chain[2:], continues=True)
+    assert list(decide((*gap, answered), asked).skipped) == [0, 1]
+    assert decide((*gap, answered, rest), asked).is_resuming
+    # One of the middle alone is no beginning of the list, whatever the record before the gap has.
+    what, _ = decide((*gap, make_entry("/here", "orbax", chain[1:2])), asked).problem
+    assert "missing in the record: rename; applied: swap; missing in the record: join" in what
 
 
 def test_a_run_from_scratch_has_all_of_them(tmp_path):

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from orbax_t5x import errors
-from orbax_t5x.readers.tensorstore_errors import os_error_number, typed_error
+from orbax_t5x.readers.tensorstore_errors import typed_error
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,3 @@ def test_a_store_that_fails_is_no_damage():
 
     assert kind("UNAVAILABLE: x") is errors.CheckpointIOError
     assert kind("DATA_LOSS: x") is errors.CorruptCheckpointError
-
-
-def test_the_number_of_the_operating_system_is_that_in_the_text():
-    assert os_error_number(OSError("x [os_error_code='28']")) == errno.ENOSPC
-    assert os_error_number(OSError("x")) is None

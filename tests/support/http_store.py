@@ -245,7 +245,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif fault == "reset":
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
-        elif fault in ("403", "404", "429", "500", "503"):
+        elif fault in ("401", "403", "404", "429", "500", "503"):
             self.send(int(fault), b"<html>sorry</html>")
         elif fault in ("301", "302"):
             self.send(int(fault), b"", {"Location": "/elsewhere"})

@@ -27,5 +27,5 @@ class KeyValues:
 
     def blocking_key_value_get_bytes(self, key, milliseconds):
         if key not in self.held:
-            raise RuntimeError("DEADLINE_EXCEEDED")
+            raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
         return self.held[key]

@@ -24,11 +24,11 @@ from orbax_t5x.extras.web.hub import hub_endpoint, hub_token, parse_hub_path
 from orbax_t5x.extras.web.hub_commit import find_commit, known_commit
 from orbax_t5x.extras.web.web_answer import PAGE_BYTES, content_range, read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
-from orbax_t5x.extras.web.web_response import PassingError, WebResponse
+from orbax_t5x.extras.web.web_response import WebResponse
 from orbax_t5x.extras.web.web_server import WebClient
 from orbax_t5x.files.places import answered
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.request_errors import is_ignored_range, remote_error
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind, remote_error
 from orbax_t5x.files.remote.responses import PendingResponse, Response, ResponseClock, Version, known_response
 from orbax_t5x.files.remote.server import Server
 
@@ -98,7 +98,7 @@ class HubRequests:
             if not isinstance(found, _Redirect):
                 return found
             url = found.url
-        raise ValueError(f"UNKNOWN: more than {_MOST_REDIRECTS} redirects")
+        raise RequestError(f"more than {_MOST_REDIRECTS} redirects")
 
     def _client(self, url: str) -> tuple[WebClient, str, Mapping[str, str]]:
         """Returns a URL's client, path with query, and its headers."""
@@ -131,7 +131,7 @@ def _next_url(url: str, location: str | None) -> str:
     parts = urllib.parse.urlsplit(target)
     schemes = (urllib.parse.urlsplit(url).scheme, parts.scheme)
     if location is None or not parts.hostname or schemes not in _STEPS:
-        raise ValueError("UNKNOWN: the hub sends on to no URL of the web")
+        raise RequestError("the hub sends on to no URL of the web")
     return target
 
 
@@ -143,6 +143,8 @@ def server_of(url: str) -> str:
     return f"{parts.scheme}://{host}" if port == _PORTS.get(parts.scheme) else f"{parts.scheme}://{host}:{port}"
 
 
+# The package's own settings may reach a server to which ours do not lead.
+_NOT_BY_RANGE = (RequestKind.IGNORED_RANGE, RequestKind.UNREACHABLE, RequestKind.BROKEN, RequestKind.SILENT)
 _REFUSED = (400, 401, 403, 404, 410)
 
 
@@ -171,7 +173,7 @@ class HubServer(Server):
             start = max(0, size + wanted.start) if wanted.start < 0 else wanted.start
             stop = size if wanted.stop is None else wanted.stop
             if stop > size or start > size:
-                return known_response(ValueError(f"OUT_OF_RANGE: the file ends at byte {size}"))
+                return known_response(RequestError(f"the file ends at byte {size}", RequestKind.BEYOND_END))
             if stop - start > wanted.most:
                 return known_response(LimitExceededError(f"more bytes than the limit of {wanted.most} permits"))
             wanted = BoundedRange.between(start, stop, wanted.into)
@@ -192,10 +194,9 @@ class HubServer(Server):
             raise error_at(error, path=path, leaf=None) from None
         except TimeoutError:
             raise CheckpointIOError(f"reading it: {self.clock.timeout_text()}", path=path) from None
-        except ValueError as error:
-            cause = error.__cause__.__cause__ if isinstance(error.__cause__, PassingError) else error.__cause__
-            if is_ignored_range(error) or isinstance(cause, OSError):
-                return False  # the package's own settings may reach a server to which ours do not lead
+        except RequestError as error:
+            if error.kind in _NOT_BY_RANGE:
+                return False
             raise remote_error(error, "reading it", path=path) from None
         finally:
             request.cancel()
@@ -223,13 +224,13 @@ class HubServer(Server):
         if status == 200:
             if self._sizes[key] is not None and answer.response.headers.get("content-length") != str(self._sizes[key]):
                 raise CheckpointIOError("the answer to a range is neither that range nor the file")
-            raise ValueError("UNKNOWN: the requested byte range was ignored by server")
+            raise RequestError("the requested byte range was ignored by server", RequestKind.IGNORED_RANGE)
         if status in _REFUSED and answer.url == found:
             # The URL's time is over; the hub is asked for a new one, unless another request did so already.
             if self._locations.get(key) == found:
                 self._locations.pop(key, None)
             answer.response.body(PAGE_BYTES)
-            raise PassingError(f"HTTP code {status}")
+            raise RequestError(f"HTTP code {status}", RequestKind.PASSING)
         if status != 206:
             return read_answer(answer.response, answer.wanted)
         self._compare(key, answer)

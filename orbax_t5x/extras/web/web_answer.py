@@ -9,14 +9,15 @@ import re
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointIOError, LimitExceededError
-from orbax_t5x.extras.web.web_response import PassingError, WebResponse
+from orbax_t5x.extras.web.web_response import WebResponse
 from orbax_t5x.files.ranges import BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import Response, Version
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
-_PASSING = (408, 429, 500, 502, 503, 504)
 _MISSING = (404, 410)
-_DENIED = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED"}
+_PASSING = (408, 429, 500, 502, 503, 504)
+_KINDS = {401: RequestKind.DENIED, 403: RequestKind.DENIED, 416: RequestKind.BEYOND_END}
 # A page that explains a refusal is read to its end, so that the connection can be used again; a longer one is not.
 PAGE_BYTES = 1 << 16
 
@@ -71,10 +72,10 @@ def refusal(status: int) -> None:
     """Returns None for a missing file; raises other refusals."""
     if status in _MISSING:
         return
-    if status in _PASSING:
-        raise PassingError(f"HTTP code {status}")
-    kind = "OUT_OF_RANGE" if status == 416 else _DENIED.get(status, "UNKNOWN")
-    raise ValueError(f"{kind}: HTTP code {status}")
+    kind = _KINDS.get(status, RequestKind.OTHER)
+    if status in _PASSING or 300 <= status < 400:
+        kind = RequestKind.PASSING if status in _PASSING else RequestKind.REDIRECT
+    raise RequestError(f"HTTP code {status}", kind)
 
 
 class ContentRange(NamedTuple):
@@ -96,7 +97,7 @@ def content_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
     if text is None:
         if response.headers.get("content-type", "").lower().startswith("multipart/"):
             raise CheckpointIOError("the server answers one range in several parts")
-        raise ValueError("UNKNOWN: Expected Content-Range in an answer with HTTP code 206")
+        raise RequestError("Expected Content-Range in an answer with HTTP code 206", RequestKind.IGNORED_RANGE)
     match = _CONTENT_RANGE.fullmatch(text)
     found = match and ContentRange(int(match[1]), int(match[2]) + 1, None if match[3] == "*" else int(match[3]))
     if found is None or not found.start < found.stop <= found.known_end:
@@ -115,7 +116,7 @@ def _checked_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
         if wanted.start >= 0 and found.stop < found.known_end:
             raise CheckpointIOError(f"the answer has only {size} bytes of {range_header(wanted)}")
         if wanted.stop is not None:
-            raise ValueError(f"OUT_OF_RANGE: the file ends at byte {found.stop}")
+            raise RequestError(f"the file ends at byte {found.stop}", RequestKind.BEYOND_END)
     return found
 
 
@@ -127,9 +128,9 @@ def _another_range(response: WebResponse, wanted: BoundedRange) -> CheckpointIOE
 def _check_whole(data: bytes | None, wanted: BoundedRange) -> None:
     """Checks the body of an answer with the whole file."""
     if wanted.start > 0 or (data is None and (wanted.start < 0 or wanted.stop is not None)):
-        raise ValueError(f"UNKNOWN: the requested {range_header(wanted)} was ignored by server")
+        raise RequestError(f"the requested {range_header(wanted)} was ignored by server", RequestKind.IGNORED_RANGE)
     if data is not None and wanted.stop is not None and len(data) < wanted.size:
-        raise ValueError(f"OUT_OF_RANGE: the file ends at byte {len(data)}")
+        raise RequestError(f"the file ends at byte {len(data)}", RequestKind.BEYOND_END)
 
 
 def _version(response: WebResponse) -> Version:

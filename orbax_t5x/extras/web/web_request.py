@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import (
     FIRST_DELAY_SECS,
     LONGEST_DELAY_SECS,
@@ -50,7 +50,7 @@ class WebRequest(PendingResponse):
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._failure: PassingError | None = None
+        self._failure: RequestError | None = None
         self._future = None if is_awaited else _request_pool().submit(self._run)
 
     def _run(self) -> Response | None:
@@ -58,13 +58,14 @@ class WebRequest(PendingResponse):
         while True:
             try:
                 return self._attempt(self)
-            except PassingError as error:
+            except RequestError as error:
                 failures += 1
-                if error.is_silence and self._clock.seconds_left(self._begun) <= 0:
+                is_silent = error.kind is RequestKind.SILENT
+                if is_silent and self._clock.seconds_left(self._begun) <= 0:
                     raise TimeoutError from error
-                if failures > self._retries or self._stopped.is_set():
-                    raise ValueError(f"UNAVAILABLE: {error}") from error
-                self._failure = None if error.is_silence else error
+                if not error.may_pass or failures > self._retries or self._stopped.is_set():
+                    raise
+                self._failure = None if is_silent else error
                 # A server may have closed a connection that was idle just when it was used again.
                 if failures > 1:
                     self._stopped.wait(min(delay * random.uniform(0.5, 1.0), self._clock.seconds_left(self._begun)))
@@ -75,7 +76,7 @@ class WebRequest(PendingResponse):
         """Raises the last failure if no time is left for an attempt."""
         if self._failure is not None and self._clock.seconds_left(self._begun) <= 0:
             limit = f"{self._clock.timeout:g} s (Limits.io_timeout_secs)"
-            raise ValueError(f"UNAVAILABLE: {self._failure}; tried for {limit}") from self._failure
+            raise RequestError(f"{self._failure}; tried for {limit}", self._failure.kind) from self._failure
 
     def result(self, timeout: float | None = None) -> Response | None:
         if self._future is None:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import urllib3
 
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 
 # A body is received in parts, for each of which memory is taken before it comes; or in smaller ones into given memory.
 _PART_BYTES = 16 << 20
@@ -23,14 +24,6 @@ _FILLED_BYTES = 1 << 18
 # Of headers, which are fewer in every sound answer; and the most bytes that a byte costs in chunks of one byte.
 _HEAD_BYTES = 1 << 18
 _FRAMING = 8
-
-
-class PassingError(Exception):
-    """Error of a request that may succeed later."""
-
-    def __init__(self, text: str, *, is_silence: bool = False):
-        super().__init__(text)
-        self.is_silence = is_silence
 
 
 class _Input(io.RawIOBase):
@@ -141,7 +134,7 @@ class WebResponse:
         """Reads the body, or returns None."""
         encoding = self.headers.get("transfer-encoding", "chunked")
         if encoding.lower() != "chunked":
-            raise ValueError(f"UNKNOWN: no HTTP: Transfer-Encoding: {encoding[:80]!r}")
+            raise RequestError(f"no HTTP: Transfer-Encoding: {encoding[:80]!r}")
         length = self._received.length_remaining
         if length is not None and length > most:
             return None
@@ -164,7 +157,7 @@ class WebResponse:
         while done < len(into):
             part = self._received.read(min(len(into) - done, _FILLED_BYTES))
             if not part:
-                raise PassingError(f"the answer ended after {done} of {len(into)} bytes")
+                raise RequestError(f"the answer ended after {done} of {len(into)} bytes", RequestKind.PASSING)
             into[done : done + len(part)] = part
             done += len(part)
         return True

@@ -27,8 +27,9 @@ import urllib3.connection
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.extras.web.web_answer import range_header, read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
-from orbax_t5x.extras.web.web_response import BoundedResponse, PassingError, WebResponse
+from orbax_t5x.extras.web.web_response import BoundedResponse, WebResponse
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import ResponseClock
 from orbax_t5x.files.remote.server import Server
 
@@ -207,7 +208,7 @@ class WebClient:
             return judge(response, wanted)
         except CheckpointError:  # some of which are errors of the operating system, too
             raise
-        except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
+        except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
             reason = _first_cause(error)
             if isinstance(reason, CheckpointError):
                 raise reason from None
@@ -240,13 +241,20 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _plain_error(reason: BaseException) -> Exception:
+def _plain_error(reason: BaseException) -> RequestError:
     """Converts a failure of a request or a response."""
     text = f"{type(reason).__name__}: {reason}"[:_TEXT_LENGTH]
-    if isinstance(reason, ssl.SSLError) and not isinstance(reason, _BROKEN_TLS):
-        return ValueError(f"UNKNOWN: {text}")
-    if isinstance(reason, socket.gaierror) and reason.errno == socket.EAI_NONAME:
-        return ValueError(f"UNKNOWN: {text}")
-    if isinstance(reason, (OSError, http.client.IncompleteRead, urllib3.exceptions.PoolError)):
-        return PassingError(text, is_silence=isinstance(reason, TimeoutError))
-    return ValueError(f"UNKNOWN: no HTTP: {text}")
+    match reason:
+        case TimeoutError():
+            kind = RequestKind.SILENT
+        case socket.gaierror(errno=socket.EAI_NONAME):
+            kind = RequestKind.UNREACHABLE
+        case ssl.SSLError() if not isinstance(reason, _BROKEN_TLS):
+            kind = RequestKind.UNREACHABLE
+        case OSError():
+            kind = RequestKind.BROKEN
+        case http.client.IncompleteRead() | urllib3.exceptions.PoolError():
+            kind = RequestKind.PASSING
+        case _:
+            return RequestError(f"no HTTP: {text}")
+    return RequestError(text, kind)

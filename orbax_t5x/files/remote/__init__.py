@@ -1,1 +1,1 @@
-"""Reads files of web servers, buckets and the Hugging Face hub."""
+"""Files of remote stores, whatever their scheme."""

@@ -18,7 +18,7 @@ from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.places import FILE_SUFFIXES
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.remote.remote_file import RemoteFile
-from orbax_t5x.files.remote.request_errors import is_denied, remote_error
+from orbax_t5x.files.remote.request_errors import RequestKind, remote_error
 from orbax_t5x.files.remote.responses import Version
 from orbax_t5x.files.remote.server import connect
 
@@ -170,7 +170,7 @@ class RemoteFiles(Files):
         slash.
         """
         for key, refusal in self.server.refused.items():
-            if is_denied(refusal) or key != self._key:
+            if refusal.kind is RequestKind.DENIED or key != self._key:
                 return remote_error(refusal, "reading its status", path=self.path)
         return None
 

@@ -10,7 +10,7 @@ import concurrent.futures
 import time
 from typing import Any, NamedTuple, Protocol
 
-from orbax_t5x.errors import CheckpointError
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.transcript import Answer, Transcript
 
 MAX_RETRIES = 8
@@ -118,7 +118,7 @@ class PendingResponse(Protocol):
 
         Raises:
           TimeoutError: there is none yet.
-          ValueError: the request failed; the text begins with a status of absl.
+          RequestError: the request failed.
           CheckpointError: the response cannot be used.
         """
         ...
@@ -143,10 +143,8 @@ class RecordedResponse(PendingResponse):
     def result(self, timeout: float | None = None) -> Response | None:
         try:
             answer = self._pending.result(timeout)
-        except (TimeoutError, CheckpointError):
-            raise
-        except ValueError as error:
-            self._transcript.add(self._request, ["failed", str(error)])
+        except RequestError as error:
+            self._transcript.add(self._request, ["failed", error.kind.name, error.reason])
             raise
         if answer is None:
             self._transcript.add(self._request, ["none"])
@@ -176,7 +174,8 @@ def received_response(answer: Answer) -> concurrent.futures.Future[Response | No
     """Returns a response of a transcript."""
     kind, *rest = answer.value
     if kind == "failed":
-        return known_response(ValueError(rest[0]))
+        name, reason = rest
+        return known_response(RequestError(reason, RequestKind[name]))
     if kind == "none":
         return known_response(None)
     marks, file_bytes = rest

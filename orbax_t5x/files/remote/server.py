@@ -25,7 +25,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.places import StoreUrl, current_opening, current_transcript, scheme_of
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange, ReadContext
-from orbax_t5x.files.remote.request_errors import BeyondEndError, is_no_file, remote_error
+from orbax_t5x.files.remote.request_errors import BeyondEndError, RequestError, remote_error
 from orbax_t5x.files.remote.responses import (
     PendingResponse,
     RecordedResponse,
@@ -100,7 +100,7 @@ class Server(abc.ABC):
         self.base = base
         self.clock = clock
         self.ahead = ReadAheadBudget(_AHEAD_BYTES)
-        self.refused: dict[str, ValueError] = {}
+        self.refused: dict[str, RequestError] = {}
         self._stats: dict[str, Version | None] = {}
         self._lists: dict[str, list[str]] = {}
         self._listed: dict[str, frozenset[str]] = {}
@@ -129,7 +129,7 @@ class Server(abc.ABC):
 
         Raises:
           TimeoutError: there is no list after `timeout` seconds.
-          ValueError: the request failed; the text begins with a status of absl.
+          RequestError: the request failed.
         """
         raise UnsupportedCheckpointError("web servers do not list their files", path=self.url(prefix.rstrip("/")))
 
@@ -198,9 +198,9 @@ class Server(abc.ABC):
                 self.clock.note()
                 self.close_idle()
                 raise error_at(error, path=path, leaf=leaf) from None
-            except ValueError as error:
+            except RequestError as error:
                 self.clock.note()
-                if is_known or not is_no_file(error):
+                if is_known or not error.is_no_file:
                     raise remote_error(error, doing, path=path, leaf=leaf) from error
                 self.refused[request.key] = error
                 return None
@@ -331,7 +331,7 @@ class Server(abc.ABC):
             raise
         except TimeoutError:
             raise CheckpointIOError(f"listing it: {self.clock.timeout_text()}", path=self.url(key)) from None
-        except ValueError as error:
+        except RequestError as error:
             raise remote_error(error, "listing it", path=self.url(key)) from error
         self.clock.note()
         return names

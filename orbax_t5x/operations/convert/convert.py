@@ -216,7 +216,7 @@ def _convert(
         with _typed(place.name):
             written = ConversionJob(plan, place, writing, agreement).run(cleanup, on_progress)
     seconds = time.monotonic() - started
-    rules = () if plan.is_resuming else tuple(map(describe_transform, plan.rest or chain))
+    rules = tuple(map(describe_transform, plan.rest))
     return ConvertReport(
         place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes, rules
     )
@@ -234,8 +234,8 @@ def _text_of(destination: str | os.PathLike[str]) -> str:
 _DESTINATIONS: Registry[Callable[[str], Destination]] = Registry(
     "destination",
     {
-        "gs": "orbax_t5x.operations.convert.bucket_destination:BucketDestination",
-        "s3": "orbax_t5x.operations.convert.bucket_destination:BucketDestination",
+        "gs": "orbax_t5x.extras.buckets.bucket_destination:BucketDestination",
+        "s3": "orbax_t5x.extras.buckets.bucket_destination:BucketDestination",
         "hf": "orbax_t5x.extras.web.hub_destination:HubDestination",
     },
 )

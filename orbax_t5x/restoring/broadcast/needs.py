@@ -26,7 +26,7 @@ import numpy as np
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.lazy import Box, Leaf, View
-from orbax_t5x.multihost.collectives import gather, gather_bytes
+from orbax_t5x.multihost.collectives import gather_bytes
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.options import BroadcastMode
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan, box_of_index, boxes_by_leaf
@@ -179,7 +179,9 @@ def compare_plans(plan: RestorePlan, broadcast: BroadcastMode, group: ProcessGro
         stores = Stores.of_plan(plan) if broadcast == "auto" else stores
     except RestorePlanError:  # the others wait for this process
         is_wrong = True
-    rows = gather(np.frombuffer(digest + bytes([*stores, is_wrong]), np.uint8), group, path)
+    # A process whose planning failed sends its error here.
+    sent = gather_bytes(digest + bytes([*stores, is_wrong]), None, group, path)
+    rows = np.frombuffer(b"".join(sent), np.uint8).reshape(len(sent), -1)
     if (rows[:, : len(digest)] != rows[0, : len(digest)]).any():
         message = "the processes of this restore have different plans: other steps, sources, targets or broadcast="
         fix = "call restore with the same arguments on every process"

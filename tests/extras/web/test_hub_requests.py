@@ -7,6 +7,7 @@ from orbax_t5x.extras.web.hub_ranges import HubRequests, server_of
 from orbax_t5x.extras.web.web_answer import read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.files.ranges import BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError
 from orbax_t5x.files.remote.responses import ResponseClock
 from tests.support.http_store import HttpStore, serving
 
@@ -70,7 +71,7 @@ def test_redirects(sending):
         assert [(request.name, request.authorization) for request in other.log] == [("x y", None)]
         # As many redirects as a circle may have before it is one.
         sending.locations = ["/again"] * 9
-        with pytest.raises(ValueError, match="more than 5 redirects"):
+        with pytest.raises(RequestError, match="more than 5 redirects"):
             send(f"{sending.url}/first")
     assert seen == [f"{sending.url}/{name}" for name in ("first", "second?a=%2F b&b=1", "third")]
 
@@ -78,7 +79,7 @@ def test_redirects(sending):
 def test_redirects_to_nowhere(sending):
     for location in ("file:///etc/passwd", "ftp://a/b", "https://", "data:,x"):
         sending.locations = [location]
-        with pytest.raises(ValueError, match="no URL of the web"):
+        with pytest.raises(RequestError, match="no URL of the web"):
             send(f"{sending.url}/first")
-    with pytest.raises(ValueError, match="no URL of the web"):
+    with pytest.raises(RequestError, match="no URL of the web"):
         hub_ranges._next_url("https://a.b/c", "http://a.b/c")

@@ -4,8 +4,8 @@ import pytest
 
 from orbax_t5x.errors import CheckpointIOError, LimitExceededError
 from orbax_t5x.extras.web.web_answer import content_range, range_header, read_answer
-from orbax_t5x.extras.web.web_response import PassingError
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import NO_VERSION, Version
 from tests.support.sent_bytes import response_of
 
@@ -76,13 +76,13 @@ WRONG = {
     "bytes 2-4/0": CheckpointIOError,
     "bytes 4-2/10": CheckpointIOError,
     "2-4": CheckpointIOError,
-    "bytes 2-3/4": ValueError,
+    "bytes 2-3/4": RequestError,
 }
 
 
 def test_other_ranges():
     for text, error in WRONG.items():
-        with pytest.raises(error, match=r"Content-Range|only 2 bytes|OUT_OF_RANGE"):
+        with pytest.raises(error, match=r"Content-Range|only 2 bytes|file ends at byte 4"):
             answer(f"206 OK\r\nContent-Range: {text}", b"cde")
 
 
@@ -98,20 +98,22 @@ def test_other_bodies_than_announced():
         answer("200 OK", b"abcd", BoundedRange.whole(3))
 
 
-def test_refusals_begin_with_a_status():
-    statuses = {
-        "401 No": "UNAUTHENTICATED",
-        "403 No": "PERMISSION_DENIED",
-        "416 No": "OUT_OF_RANGE",
-        "302 X": "UNKNOWN",
+def test_refusals_have_a_kind():
+    kinds = {
+        "401 No": RequestKind.DENIED,
+        "403 No": RequestKind.DENIED,
+        "416 No": RequestKind.BEYOND_END,
+        "302 X": RequestKind.REDIRECT,
+        "418 X": RequestKind.OTHER,
+        "200 OK": RequestKind.IGNORED_RANGE,
+        "206 OK": RequestKind.IGNORED_RANGE,
     }
-    statuses |= {"200 OK": "UNKNOWN: the requested bytes=2-4 was ignored by server", "206 OK": "UNKNOWN: Expected"}
-    for head, text in statuses.items():
-        with pytest.raises(ValueError, match=f"^{text}"):
+    kinds |= {f"{status} later": RequestKind.PASSING for status in (408, 429, 500, 502, 503, 504)}
+    for head, kind in kinds.items():
+        with pytest.raises(RequestError) as caught:
             answer(head, b"cde")
-    for status in (408, 429, 500, 502, 503, 504):
-        with pytest.raises(PassingError, match=str(status)):
-            answer(f"{status} later")
+        assert caught.value.kind is kind
+        assert head[0] == "2" or caught.value.reason == f"HTTP code {head[:3]}"
 
 
 def test_the_size_of_the_file_is_known_from_a_range():

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 import orbax_t5x as ot
 from orbax_t5x.extras.web.web_server import WebServer, find_route
 from orbax_t5x.files.ranges import BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import ResponseClock
 from tests.support.http_store import serving
 
@@ -87,8 +88,9 @@ def test_tls(tmp_path, monkeypatch):
         store._server.socket = context.wrap_socket(store._server.socket, server_side=True)
         store.files["a"] = data = bytes(range(256)) * 5000
         url, memory = store.url.replace("http://", "https://"), memoryview(bytearray(1 << 20))
-        with pytest.raises(ValueError, match=r"^UNKNOWN: SSLCertVerificationError"):
+        with pytest.raises(RequestError, match=r"^SSLCertVerificationError") as caught:
             WebServer(url, ResponseClock(5)).request("a", BoundedRange.between(0, 5)).result(30)
+        assert caught.value.kind is RequestKind.UNREACHABLE
         monkeypatch.setenv("TENSORSTORE_CA_BUNDLE", str(tmp_path / "here.pem"))
         server = WebServer(url, ResponseClock(5))
         for is_awaited in (True, False):

@@ -7,6 +7,7 @@ import pytest
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.ranges import BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import ResponseClock
 from tests.support.http_store import serving
 
@@ -37,10 +38,10 @@ def test_ranges(store):
     assert read(server, 0, 0, key="none") is None and read(server, 0, 5, key="none") is None
     with pytest.raises(LimitExceededError):
         read(server, 0, None, len(DATA) - 1)
-    with pytest.raises(ValueError, match=r"^OUT_OF_RANGE"):
-        read(server, len(DATA) - 2, len(DATA) + 1)
-    with pytest.raises(ValueError, match=r"^OUT_OF_RANGE"):
-        read(server, len(DATA), len(DATA) + 1)
+    for start in (len(DATA) - 2, len(DATA)):
+        with pytest.raises(RequestError) as caught:
+            read(server, start, len(DATA) + 1)
+        assert caught.value.kind is RequestKind.BEYOND_END
 
 
 def test_every_request_names_its_last_byte(store):

@@ -4,6 +4,7 @@ import pytest
 
 from orbax_t5x.files.places import using
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import Response, ResponseClock, Version, known_response
 from orbax_t5x.files.remote.server import Server
 from orbax_t5x.files.transcript import Transcript, Viewpoint
@@ -19,7 +20,7 @@ class KeyServer(Server):
     def request(self, key, wanted, *, is_awaited=False):
         self.asked.append(key)
         if key == "denied":
-            return known_response(ValueError("PERMISSION_DENIED: no"))
+            return known_response(RequestError("no", RequestKind.DENIED))
         return known_response(None if key == "none" else Response(key.encode(), Version(b"tag"), 4))
 
     def names(self, prefix, timeout):
@@ -37,8 +38,9 @@ def begun(server, key, wanted):
 def read_all(server):
     assert begun(server, "file", BoundedRange.whole(9)) == Response(b"file", Version(b"tag"), 4)
     assert begun(server, "none", NO_BYTES) is None
-    with pytest.raises(ValueError, match="PERMISSION_DENIED: no"):
+    with pytest.raises(RequestError, match="no") as caught:
         begun(server, "denied", NO_BYTES)
+    assert caught.value.kind is RequestKind.DENIED
 
 
 def test_responses_are_given_again():

@@ -1,36 +1,33 @@
-"""Types of failed requests, by the status that TensorStore puts before its text."""
+"""Types of failed requests, by their kind."""
 
 import pytest
 
 from orbax_t5x import errors
-from orbax_t5x.files.remote import request_errors
+from orbax_t5x.files.remote.request_errors import BeyondEndError, RequestError, RequestKind, remote_error
+
+TYPES = {
+    RequestKind.DENIED: (errors.CheckpointIOError, "credentials"),
+    RequestKind.MISSING: (errors.CheckpointNotFoundError, "reading: 9 of 5"),
+    RequestKind.BEYOND_END: (BeyondEndError, "ends before"),
+    RequestKind.IGNORED_RANGE: (errors.UnsupportedCheckpointError, "206"),
+    RequestKind.REDIRECT: (errors.CheckpointIOError, "redirects are not followed"),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "said"),
-    [
-        ("PERMISSION_DENIED: 403", errors.CheckpointIOError, "credentials"),
-        ("OUT_OF_RANGE: 9 of 5", request_errors.BeyondEndError, "ends before"),
-        ("NOT_FOUND: 404", errors.CheckpointNotFoundError, "404"),
-        ("UNKNOWN: Range was ignored by server", errors.UnsupportedCheckpointError, "206"),
-        ("UNKNOWN: HTTP code 302", errors.CheckpointIOError, "redirects are not followed"),
-        ("UNAVAILABLE: HTTP code 503", errors.CheckpointIOError, "503"),
-        ("no status", errors.CheckpointIOError, "no status"),
-    ],
-)
-def test_a_request_fails_with_the_type_of_its_status(text, kind, said):
-    error = request_errors.remote_error(ValueError(text), "reading", path="https://x/y", leaf="w")
-    assert type(error) is kind and said in str(error)
+@pytest.mark.parametrize("kind", RequestKind)
+def test_a_request_fails_with_the_type_of_its_kind(kind):
+    expected, said = TYPES.get(kind, (errors.CheckpointIOError, "9 of 5"))
+    error = remote_error(RequestError("9 of 5", kind), "reading", path="https://x/y", leaf="w")
+    assert type(error) is expected and said in str(error)
     assert (error.path, error.leaf) == ("https://x/y", "w")
 
 
-def test_the_body_of_an_answer_decides_nothing():
-    body = "NOT_FOUND: x [http_response_body='was ignored by server']"
-    assert not request_errors.is_ignored_range(ValueError(body))
-    assert "ignored" not in str(request_errors.remote_error(ValueError(body), "reading", path="https://x/y"))
+def test_what_means_that_there_is_no_file_and_what_may_pass():
+    assert {kind.name for kind in RequestKind if RequestError("", kind).is_no_file} == {"DENIED", "REDIRECT"}
+    assert {kind.name for kind in RequestKind if RequestError("", kind).may_pass} == {"BROKEN", "SILENT", "PASSING"}
 
 
-def test_what_means_that_there_is_no_file():
-    assert request_errors.is_no_file(ValueError("UNAUTHENTICATED: x"))
-    assert request_errors.is_no_file(ValueError("UNKNOWN: HTTP code 301"))
-    assert not request_errors.is_no_file(ValueError("UNAVAILABLE: HTTP code 503"))
+def test_the_text_decides_nothing():
+    error = RequestError("NOT_FOUND: HTTP code 302 was ignored by server")
+    assert error.kind is RequestKind.OTHER and not error.is_no_file and not error.may_pass
+    assert type(remote_error(error, "reading", path="https://x/y")) is errors.CheckpointIOError

@@ -13,8 +13,8 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
-from orbax_t5x.operations.convert import bucket_destination
-from orbax_t5x.operations.convert.bucket_destination import BucketDestination, Stage, upload_order
+from orbax_t5x.extras.buckets import bucket_destination
+from orbax_t5x.extras.buckets.bucket_destination import BucketDestination, Stage, upload_order
 from orbax_t5x.operations.convert.safetensors_layout import plan_files
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from tests.support.amazon_store import amazon_store

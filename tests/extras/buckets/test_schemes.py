@@ -1,4 +1,4 @@
-"""Buckets and the hub: one good path each on moto (S3), on a stand-in of Google's JSON API, and on a stand-in hub."""
+"""Buckets: one good path each on moto (S3), on a stand-in of Google's JSON API."""
 
 import urllib.request
 

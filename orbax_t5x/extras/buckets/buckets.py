@@ -12,8 +12,9 @@ from typing import Any, cast
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.files.places import Scheme, lower_scheme, split_url
+from orbax_t5x.files.native_errors import parse_error
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import (
     FIRST_DELAY_SECS,
     LONGEST_DELAY_SECS,
@@ -67,6 +68,8 @@ class Bucket(Server):
         except TimeoutError:
             listing.cancel()
             raise
+        except ValueError as error:
+            raise request_error(error) from error
 
     def close_idle(self) -> None:
         """Does nothing: TensorStore closes its connections by itself."""
@@ -78,7 +81,10 @@ class _BucketRead(PendingResponse):
         self._most = most
 
     def result(self, timeout: float | None = None) -> Response | None:
-        found = cast("ts.KvStore.ReadResult", self._future.result(timeout=timeout))
+        try:
+            found = cast("ts.KvStore.ReadResult", self._future.result(timeout=timeout))
+        except ValueError as error:
+            raise request_error(error) from error
         if found.state != "value":
             return None
         if len(found.value) > self._most:
@@ -93,6 +99,25 @@ class _BucketRead(PendingResponse):
         self._future.cancel()
 
 
+_KINDS = {
+    "PERMISSION_DENIED": RequestKind.DENIED,
+    "UNAUTHENTICATED": RequestKind.DENIED,
+    "NOT_FOUND": RequestKind.MISSING,
+    "OUT_OF_RANGE": RequestKind.BEYOND_END,
+}
+
+
+def request_error(error: ValueError) -> RequestError:
+    """Converts a failure of TensorStore."""
+    found = parse_error(error)
+    kind = _KINDS.get(found.status, RequestKind.OTHER)
+    if kind is RequestKind.OTHER and found.is_ignored_range:
+        kind = RequestKind.IGNORED_RANGE
+    elif kind is RequestKind.OTHER and found.is_redirect:
+        kind = RequestKind.REDIRECT
+    return RequestError(found.reason, kind)
+
+
 def open_kvstore(base: str) -> ts.KvStore:
     """Opens a bucket."""
     scheme, _, bucket = base.partition("://")
@@ -101,11 +126,3 @@ def open_kvstore(base: str) -> ts.KvStore:
         region = next((found for name in _S3_REGIONS if (found := os.environ.get(name))), _ANY_REGION)
         spec |= {"endpoint": endpoint, "aws_region": region}
     return ts.KvStore.open(spec, context=ts.Context(_SETTINGS)).result()
-
-
-def _plain_url(url: str) -> str:
-    split_url(url)
-    return lower_scheme(url)
-
-
-BUCKETS = Scheme(_plain_url, split_url, Bucket)

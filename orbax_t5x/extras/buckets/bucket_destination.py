@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.extras.buckets.buckets import open_kvstore, request_error
+from orbax_t5x.extras.buckets.schemes import BUCKETS
 from orbax_t5x.files.places import files_at, opening
-from orbax_t5x.files.remote.buckets import BUCKETS, open_kvstore
 from orbax_t5x.files.remote.request_errors import BeyondEndError, remote_error
 from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.operations.convert.destination import (
@@ -231,7 +232,7 @@ class BucketDestination(Destination):
         try:
             return future.result()
         except ValueError as error:
-            raise remote_error(error, doing, path=self.name) from error
+            raise remote_error(request_error(error), doing, path=self.name) from error
 
 
 # The files by which a directory is a checkpoint, in the order of writing. An item of Orbax with a manifest alone would

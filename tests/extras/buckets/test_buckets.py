@@ -4,8 +4,8 @@ import pytest
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.extras.buckets import buckets
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote import buckets
 from orbax_t5x.files.remote.responses import ResponseClock
 
 FILES = {"a/1": b"0123456789", "a/2/3": b"", "ab": b"x"}

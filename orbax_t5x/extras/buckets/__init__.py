@@ -1,0 +1,1 @@
+"""Checkpoints in buckets of Amazon's and Google's protocols."""

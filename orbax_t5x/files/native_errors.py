@@ -1,0 +1,58 @@
+"""Errors of TensorStore and JAX, parsed from their texts.
+
+The texts begin with a status of absl, which no attribute has, so that it is parsed here, and in no other module.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_STATUS = re.compile(r"([A-Z_]+): ")
+# What follows the reason: the whole spec, the body of an answer, the request's id and the like.
+_PAYLOADS = re.compile(
+    r" \[(tensorstore_spec|source locations|os_error_code|http_response_body|x-amzn-requestid)=.*", re.DOTALL
+)
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+_REDIRECT = re.compile(r"HTTP code 3\d\d")
+_IGNORED_RANGE = re.compile(r"was ignored by server|Expected Content-Range|Unexpected Content-Range")
+_UNSAFE_KEY = re.compile(r"Invalid key: |Invalid file path: ")
+
+
+class NativeError(NamedTuple):
+    """Parts of an error's text.
+
+    Attributes:
+      status: of absl, or "".
+      reason: what follows it, without payloads.
+      errno: the number of an operating system's error, or None.
+    """
+
+    status: str
+    reason: str
+    errno: int | None
+
+    @property
+    def is_redirect(self) -> bool:
+        """True if a server sent on to another URL."""
+        return _REDIRECT.search(self.reason) is not None
+
+    @property
+    def is_ignored_range(self) -> bool:
+        """True if a server sent bytes that were not requested."""
+        return _IGNORED_RANGE.search(self.reason) is not None
+
+    @property
+    def is_unsafe_key(self) -> bool:
+        """True if a key would leave its directory."""
+        return _UNSAFE_KEY.search(self.reason) is not None
+
+
+def parse_error(error: BaseException) -> NativeError:
+    """Parses an error of TensorStore or JAX."""
+    text = str(error)
+    plain = _PAYLOADS.sub("", text)
+    status, number = _STATUS.match(plain), _OS_ERROR.search(text)
+    return NativeError(
+        status[1] if status else "", plain[status.end() if status else 0 :], int(number[1]) if number else None
+    )
