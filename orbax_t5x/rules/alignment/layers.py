@@ -132,7 +132,8 @@ def _are_layers(before: Path, modules: Mapping[int, Mapping[Path, Shape]], is_al
     every = set(itertools.chain.from_iterable(modules.values()))
     is_named = bool(before) and isinstance(before[-1], str) and meaning_of(before[-1]) == meaning_of("layers")
     # A kernel and its bias are a module, of which numbers show no order.
-    is_deep = any(len(rest) > 1 or not meanings(str(next(iter(rest)))).get("kind") for rest in every if rest)
+    named = [[key for key in rest if isinstance(key, str)] for rest in every]
+    is_deep = any(len(rest) > 1 or not meanings(rest[0]).get("kind") for rest in named if rest)
     numbers = sorted(modules)
     if len(numbers) == 1 and not is_named:
         return False
@@ -260,9 +261,10 @@ def _possible_stacks(leaves: Sequence[NamedLeaf]) -> Iterator[_Stack]:
                 yield _Stack(before, some, axis, counts.pop())
 
 
-def _depth(path: Path, lists: Mapping[Path, Mapping[int, Any]]) -> int:
+def _depth(path: Path, lists: Mapping[Path, Mapping[int, Mapping[Path, Shape]]]) -> int:
     """Counts the lists of several modules around a path."""
-    return sum(len(lists.get(path[:at], ())) > 1 for at, key in enumerate(path) if isinstance(key, int))
+    around = [lists.get(path[:at], {}) for at, key in enumerate(path) if isinstance(key, int)]
+    return sum(len(found) > 1 and any(any(one) for one in found.values()) for found in around)
 
 
 def _without(shape: Shape, axis: int) -> Shape:
@@ -285,7 +287,7 @@ def _stacks(
         deep[len(found), _depth(before, lists)] |= sizes
     below: dict[Path, list[NamedLeaf]] = {}
     for leaf in few:
-        for at in range(len(leaf.path)):
+        for at in range(len(leaf.path) + 1):
             below.setdefault(leaf.path[:at], []).append(leaf)
     taken: set[str] = set()
     own = {before: found for before, found in lists_of(few).items() if _are_alike(found)}
@@ -297,7 +299,7 @@ def _stacks(
                 break
     for before in sorted(below, key=len):
         leaves = below[before]
-        is_before_number = all(isinstance(leaf.path[len(before)], int) for leaf in leaves)
+        is_before_number = {type(key) for leaf in leaves for key in leaf.path[len(before) :][:1]} == {int}
         if is_before_number or any(leaf.name in taken for leaf in leaves) or (before and is_of_attention(before)):
             continue
         ways: list[tuple[int, int, int]] = []

@@ -21,7 +21,7 @@ _INPUTS = frozenset({"query", "key", "value"})
 _OF_ATTENTION = frozenset({"attention", "mha"})
 _OF_ANOTHER_TOWER = frozenset({"cross", "encoder", "src", "source", "memory", "context"})
 _AFTER = frozenset({"post", "after"})
-_FIRST, _LAST = frozenset({"input", "before"}), frozenset({"final", "output"})
+_FIRST, _LAST = frozenset({"input", "before", "self", "sa"}), frozenset({"final", "output"})
 _TOWERS = frozenset({"encoder", "decoder"})
 # In gated MLPs the lower of two such numbers is the gate's.
 _NUMBERED_INPUTS = frozenset({"w", "wi", "fc"})
@@ -188,7 +188,9 @@ class _Layer:
             return None
         if found := _sublayer(node[-1]):
             return found
-        if words & _FIRST or "sa" in words:
+        if "cross" in words:
+            return CROSS
+        if words & _FIRST:
             return order[0]
         return order[-1] if words & _LAST else None
 

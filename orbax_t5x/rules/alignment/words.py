@@ -39,10 +39,10 @@ _MEANINGS: dict[str, tuple[str, ...]] = {
         "key k wk w_k b_k attention_k",
         "value v wv w_v b_v attention_v",
         "out o attention_out wo w_o b_o output_proj output_projector attention_output attention_vec c_proj proj",
-        "wi_0 gate wi_gate w_gate mlp_gate",
-        "wi_1 up wi_up w_up mlp_up w_in input_projector",
-        "wi up fc_in c_fc intermediate mlp_up w_in input_projector",
-        "wo down w_down fc_out c_proj mlp_down w_out output_projector",
+        "wi_0 gate wi_gate w_gate mlp_gate mlp_gate_dense",
+        "wi_1 up wi_up w_up mlp_up w_in input_projector mlp_intermediate_dense",
+        "wi up fc_in c_fc intermediate mlp_up w_in input_projector mlp_intermediate_dense",
+        "wo down w_down fc_out c_proj mlp_down w_out output_projector mlp_output_dense",
     ),
     # Of queries, keys and values in one array: in turn, by heads, or in turn here and by heads there.
     "fused": ("qkv c_attn in_proj attention_qkv", "query_key_value linear_qkv", "wqkv w_qkv"),
@@ -58,6 +58,7 @@ _MEANINGS: dict[str, tuple[str, ...]] = {
         "pre_cross_attention_layer_norm cross_attention_norm",
         "pre_mlp_layer_norm mlp_norm",
     ),
+    "head norm": ("query_norm q_norm attention_q_norm", "key_norm k_norm attention_k_norm"),
     "end": ("encoder_norm decoder_norm final_layer_norm norm_f output_norm encoder_output_norm decoder_output_norm",),
     "module": (
         "relpos_bias relative_attention_bias rel_pos_bias relative_position_bias rel_attention_bias position_bias",
@@ -69,6 +70,7 @@ _MEANINGS: dict[str, tuple[str, ...]] = {
         "bias beta b offset",
         "embedding embed emb embeddings weight w",
     ),
+    "pool": ("pooler pool pooled pooled_dense",),
     "statistic": ("mean running_mean", "var running_var"),
 }
 _SHORT = {
