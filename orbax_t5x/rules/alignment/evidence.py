@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 from orbax_t5x.rules.alignment.kinds import LeafKind, Sides, Template, Tree, layer_of
-from orbax_t5x.rules.alignment.layers import Shape
-from orbax_t5x.rules.alignment.words import features, meaning_of, meanings
+from orbax_t5x.rules.alignment.turns import Turns
+from orbax_t5x.rules.alignment.words import features, meaning_of
 
 Proof = Literal["given", "name", "renaming", "structure"]
 GIVEN: Final = "given"
 NAME: Final = "name"
 RENAMING: Final = "renaming"
 STRUCTURE: Final = "structure"
-UNKNOWN_TURN = "another order of its dimensions has its shape, too, and nothing shows which is meant"
 _REVERSED = "its namesake has the reversed shape: ot.transforms.Transpose, if it is the same array"
 # A module of fewer leaves at the root may be another one of the same shapes.
 _LEAST_TELLING = 4
 
 Pairs = Mapping[LeafKind, LeafKind]
-Key = tuple[str, str, str]
 
 
 class Evidence:
@@ -54,8 +52,7 @@ class Evidence:
         self._may_contradict = may_contradict
         self._pairs: Pairs = given
         self._sources: dict[LeafKind, LeafKind] = {}
-        self._turns_by_counts = _turns_by_counts(sides)
-        self._turns: collections.Counter[tuple[Key, bool]] = collections.Counter()
+        self.turns = Turns(sides)
         self._below: tuple[dict[Template, dict[LeafKind, None]], ...] = ({}, {})
         self._kept: collections.Counter[str] = collections.Counter()
         self._tainted: tuple[set[Template], ...] = (set(), set())
@@ -82,48 +79,7 @@ class Evidence:
     def _count(self, source: LeafKind, target: LeafKind, times: int) -> None:
         for word in self._sides.common(source, target):
             self._kept[word] += times
-        if source.is_matrix and target.is_matrix and not target.is_square:
-            self._turns[_key(source, target), source.shape != target.shape] += times
-
-    def turns(self, source: LeafKind, target: LeafKind) -> bool | None:
-        """Tests if kinds are transposed to each other; None if unknown."""
-        if not (source.is_matrix and target.is_matrix):
-            is_same = source.last == target.last and self._sides.is_alike
-            return None if not is_same and _has_other_order(target.shape) else False
-        if not target.is_square:
-            return source.shape != target.shape
-        if source.heads and target.heads:
-            return (source.width == 2) != (target.width == 2)
-        found = self._turns_of(source, target)
-        if found:
-            return next(iter(found)) if len(found) == 1 else None
-        is_same = source.last == target.last and self._sides.is_alike and not self._are_turned_elsewhere(source.last)
-        return False if is_same else None
-
-    def _turns_of(self, source: LeafKind, target: LeafKind) -> set[bool]:
-        """Finds how other matrices of the kind lie.
-
-        Leaves outside of layers may be tables, which are never turned.
-        """
-        last, other, place = _key(source, target)
-        found = self._seen_turns((last, other, place))
-        if not found and place != "table":
-            found = self._seen_turns((last, other, "layer" if place == "" else ""))
-            are_tables = any("embedding" in meanings(word).get("kind", ()) for word in (last, other))
-            found = found - {False} if are_tables and len(found) == 1 else found
-        return found
-
-    def _seen_turns(self, key: Key) -> set[bool]:
-        seen = {is_turned for is_turned in (False, True) if self._turns[key, is_turned] > 0}
-        return seen | self._turns_by_counts.get(key, set())
-
-    def _are_turned_elsewhere(self, last: str) -> bool:
-        """Tests for namesakes of this kind that have the reversed shape."""
-        ours, theirs = (
-            {kind.words: kind.shape for kind in tree.kinds if kind.last == last and kind.is_matrix}
-            for tree in (self._sides.source, self._sides.target)
-        )
-        return any(shape != theirs.get(words, shape) == shape[::-1] for words, shape in ours.items())
+        self.turns.count(source, target, times)
 
     def _is_given_turned(self, last: str) -> bool:
         """Tests for an answer that turns a namesake."""
@@ -139,13 +95,7 @@ class Evidence:
             return False
         if not self._may_contradict and self._sides.contradict(source, target):
             return False
-        return self._may_lie_so(source, target)
-
-    def _may_lie_so(self, source: LeafKind, target: LeafKind) -> bool:
-        if source.is_matrix and target.is_matrix and not target.is_square:
-            found = self._turns_of(source, target)
-            return len(found) != 1 or (source.shape != target.shape) in found
-        return True
+        return self.turns.may_lie_so(source, target)
 
     def nearness(self, source: LeafKind, target: LeafKind) -> float:
         """Returns the shared part of the innermost proven modules."""
@@ -218,7 +168,7 @@ class Evidence:
         """Returns the proof of a pair, or the reason and rivals."""
         is_turned = source.is_matrix and target.is_matrix and not target.is_square and source.shape != target.shape
         if is_turned and source.last == target.last and self._sides.is_alike and not self._is_given_turned(source.last):
-            self._turns_by_counts[_key(source, target)] = {True, False}
+            self.turns.forget(source, target)
             return "", _REVERSED, [source]
         if source.template == target.template:
             return NAME, "", []
@@ -288,7 +238,7 @@ class Evidence:
                 rival = _ordered(one, other, side)
                 if one is kind or not (self._is_better(rival, pair) or self._is_better_named(rival, pair)):
                     continue
-                if rival[0].template != rival[1].template and not self._may_lie_so(*rival):
+                if rival[0].template != rival[1].template and not self.turns.may_lie_so(*rival):
                     continue
                 its = self._partner(one, side)
                 settled = self.target_of if side == 0 else self.proven
@@ -437,18 +387,6 @@ class Evidence:
         return not self._kept.keys() - of_all and len(self._pairs) == len(self._sides.target.kinds)
 
 
-def _has_other_order(shape: Shape) -> bool:
-    """Tests if another usual order of dimensions has this shape.
-
-    Dimensions of 1 do not count.
-    """
-    sizes = tuple(size for size in shape if size != 1)
-    orders = [sizes[::-1], (*sizes[:-2], *sizes[:-3:-1]), (*sizes[2:], *sizes[1::-1])]
-    if len(sizes) == 3:  # heads before or after the width
-        orders.append((*sizes[1::-1], sizes[2]))
-    return len(sizes) > 1 and sizes in orders
-
-
 def _is_called_the_same(one: LeafKind, other: LeafKind) -> bool:
     """Tests that the innermost modules have the same meaning."""
     ours, theirs = (features(kind.module_parts[-1:], 1) for kind in (one, other))
@@ -479,40 +417,3 @@ def _shared(one: LeafKind, other: LeafKind) -> int:
             break
         at += 1
     return at
-
-
-def _key(source: LeafKind, target: LeafKind) -> Key:
-    """Returns the common properties of matrices that lie alike."""
-    place = (
-        "table" if source.is_table or target.is_table else "layer" if source.is_in_layers or target.is_in_layers else ""
-    )
-    return _array(source.last), _array(target.last), place
-
-
-def _array(last: str) -> str:
-    """Returns an array's name in its module; projections may have none."""
-    return "" if meanings(last).get("projection") else last
-
-
-def _turns_by_counts(sides: Sides) -> dict[Key, set[bool]]:
-    """Returns how matrices lie if counts of shapes decide."""
-    found: dict[Key, set[bool]] = {}
-    counts = [_counts(tree.kinds) for tree in (sides.source, sides.target)]
-    for (last, place), ours in counts[0].items():
-        for (their_last, their_place), theirs in counts[1].items():
-            if place != their_place:
-                continue
-            straight, turned = ours == theirs, {shape[::-1]: count for shape, count in ours.items()} == theirs
-            if straight != turned:
-                found[last, their_last, place] = {turned}
-    return found
-
-
-def _counts(kinds: Iterable[LeafKind]) -> dict[tuple[str, str], dict[Shape, int]]:
-    found: dict[tuple[str, str], dict[Shape, int]] = {}
-    for kind in kinds:
-        if kind.is_matrix and not kind.is_square:
-            key = _key(kind, kind)[1:]
-            shapes = found.setdefault(key, {})
-            shapes[kind.shape] = shapes.get(kind.shape, 0) + 1
-    return found

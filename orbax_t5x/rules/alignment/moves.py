@@ -8,12 +8,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from orbax_t5x.rules.alignment.evidence import NAME, UNKNOWN_TURN, Evidence
+from orbax_t5x.rules.alignment.evidence import NAME, Evidence
 from orbax_t5x.rules.alignment.given import given_pairs
 from orbax_t5x.rules.alignment.heads import change
 from orbax_t5x.rules.alignment.kinds import LeafKind, Sides
 from orbax_t5x.rules.alignment.layers import NamedLeaf
 from orbax_t5x.rules.alignment.search import proposals
+from orbax_t5x.rules.alignment.turns import UNKNOWN_TURN
 from orbax_t5x.rules.alignment.words import ROOTS, is_flat, path_of
 
 # Readings listed for an open leaf.
@@ -166,7 +167,7 @@ def _written(
     found = Moves()
     links: dict[tuple[str, ...], list[tuple[NamedLeaf, NamedLeaf, bool]]] = {}
     for kind, one in pairs.items():
-        turns = evidence.turns(one, kind)
+        turns = evidence.turns.of(one, kind)
         for ranks in kind.members.keys() & one.members.keys():
             old, new = one.members[ranks], kind.members[ranks]
             found.why[new.name] = evidence.why.get(kind, "")

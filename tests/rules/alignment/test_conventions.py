@@ -6,7 +6,7 @@ import random
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.rules.alignment.evidence import UNKNOWN_TURN
+from orbax_t5x.rules.alignment.turns import UNKNOWN_TURN
 from tests.support.aligned_leaves import wrong_leaves
 from tests.support.naming_conventions import FAMILIES, leaves
 
