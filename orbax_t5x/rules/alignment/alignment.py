@@ -110,8 +110,8 @@ def align(source_leaves: Any, target_leaves: Any, *, given: Mapping[str, str] | 
 
     Shapes, dtypes, the order of layers and the structure of the names decide; names where several leaves are alike.
     Names are replaced in part, given another prefix or separator, and renumbered; layers are stacked or unstacked;
-    PyTorch's `weight` is transposed to Flax's `kernel`, and attentions' heads are split or joined. No leaf is assigned that another reading could claim. State of
-    the optimizer follows the parameters.
+    PyTorch's `weight` is transposed to Flax's `kernel`; attentions' heads are split or joined. No leaf is assigned that
+    another reading could claim. State of the optimizer follows the parameters.
 
     Args:
       source_leaves: an opened checkpoint, its `leaves`, or a nested state dict.
