@@ -157,12 +157,17 @@ class CheckpointIOError(CheckpointError, OSError):
         self.errno = errno
 
 
+def given_message(error: CheckpointError) -> str:
+    """Returns the text that an error was made with."""
+    return vars(error)["_message"]
+
+
 def error_at(error: CheckpointError, *, path: AnyPath | None, leaf: str | None) -> CheckpointError:
     """Returns the same error about another file or leaf.
 
     It is a new exception, because a traceback belongs to a single raise.
     """
-    message = vars(error)["_message"]
+    message = given_message(error)
     if isinstance(error, CheckpointIOError):
         return CheckpointIOError(message, path=path, leaf=leaf, fix=error.fix, errno=error.errno)
     return type(error)(message, path=path, leaf=leaf, fix=error.fix)

@@ -7,11 +7,18 @@ nesting is bounded by the interpreter's recursion limit, which becomes a typed e
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
 from orbax_t5x.files.limits import charge_metadata
+
+Pairs = list[tuple[str, Any]]
+"""Keys and values of a JSON object."""
+ObjectMaker = Callable[[Pairs], dict[str, Any]]
+"""Maker of a dict, which refuses duplicate keys."""
 
 # What Python makes of one such character, at most: an object, what its first pair adds, a list, a pair, an element.
 _OBJECT_BYTES, _FIRST_PAIR_BYTES, _LIST_BYTES, _PAIR_BYTES, _ELEMENT_BYTES = 80, 120, 80, 48, 32
@@ -22,7 +29,7 @@ _MOST_GROWTH = 12
 _FREE_BYTES = 256 << 20
 
 
-def parsed_bytes(data: bytes) -> int:
+def parsed_bytes(data: bytes | bytearray) -> int:
     """Estimates the memory for parsing, by structural characters."""
     objects, lists, pairs, elements = map(data.count, (b"{", b"[", b":", b","))
     return (
@@ -49,11 +56,18 @@ def charge_parsed(value: Any, path: str) -> None:
             waiting.extend(cast("list[Any]", kept))
 
 
-def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str, Any]:
+def parse_object(
+    data: bytes | bytearray,
+    path: str,
+    *,
+    allow_nan: bool = False,
+    pack: Callable[[ObjectMaker, Pairs], Any] | None = None,
+) -> dict[str, Any]:
     """Parses all of `data` as a JSON object without duplicate keys.
 
     `allow_nan` accepts `NaN` and infinities, which Python's writers produce for metrics. Data of so many small parts
-    that parsing takes many times its bytes is not parsed.
+    that parsing takes many times its bytes is not parsed. `pack` is called with the maker of a dict and the pairs of an
+    object, and returns what takes its place.
     """
     if (size := parsed_bytes(data)) > max(_FREE_BYTES, _MOST_GROWTH * len(data)):
         raise LimitExceededError(
@@ -65,7 +79,7 @@ def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str
     except UnicodeDecodeError as error:
         raise CorruptCheckpointError(f"not UTF-8: {error.reason} at byte {error.start}", path=path) from error
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    def pairs(items: Pairs) -> dict[str, Any]:
         made = dict(items)
         if len(made) != len(items):
             seen: set[str] = set()
@@ -77,7 +91,8 @@ def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str
         raise CorruptCheckpointError(f"{name} is not JSON", path=path)
 
     try:
-        parsed = json.loads(text, object_pairs_hook=pairs, parse_constant=None if allow_nan else constant)
+        hook = pairs if pack is None else functools.partial(pack, pairs)
+        parsed = json.loads(text, object_pairs_hook=hook, parse_constant=None if allow_nan else constant)
     except CorruptCheckpointError:
         raise
     except RecursionError:

@@ -78,9 +78,9 @@ class Decision:
 
 def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
     """Combines the decisions for several items."""
-    every = list(decisions.values())
-    if len(every) == 1:
-        return every[0]
+    first, *others = every = list(decisions.values())
+    if not others:
+        return first
     lineage = _union(decision.lineage for decision in every)
     if len({(one.problem is None, one.is_resuming, tuple(one.skipped), str(one.parts)) for one in every}) > 1:
         answers = "; ".join(f"{name!r}: {_answer_text(decision)}" for name, decision in decisions.items())
@@ -88,10 +88,10 @@ def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
         return Decision(False, lineage, problem=(what, Fix.setting("restore one item at a time with {}", item=...)))
     without = [decision.unmatched for decision in every if decision.unmatched is not None]
     return dataclasses.replace(
-        every[0],
+        first,
         lineage=lineage,
         warnings=_union(decision.warnings for decision in every),
-        note="; ".join(_union([decision.note] for decision in every if decision.note)),
+        note="; ".join(filter(None, _union([decision.note] for decision in every))),
         unmatched=_union(without) if len(without) == len(every) else None,
     )
 

@@ -183,35 +183,29 @@ def given_lineage(entries: Any) -> Lineage:
 
 def _is_entry_form(entry: Mapping[str, Any]) -> bool:
     return dict(entry) == UNRECORDED or (
-        _is_text_or_texts(entry.get("source"))
-        and _is_text_or_texts(entry.get("format"))
-        and "transforms" in entry
-        and (entry["transforms"] is None or _is_list_of_texts(entry["transforms"]))
+        all(map(_is_text_or_texts, (entry.get("source"), entry.get("format"))))
+        and _are_texts(() if entry.get("transforms", 0) is None else entry.get("transforms"))
         and isinstance(entry.get("digest", 0), str | None)
         and isinstance(entry.get("is_resuming"), bool | None)
         and isinstance(entry.get("continues", False), bool)
-        and _are_steps(entry.get("steps"), len(entry["transforms"] or ()))
+        and (entry.get("steps") is None or _are_steps(entry["steps"], len(entry["transforms"] or ())))
     )
 
 
-def _are_steps(steps: Any, count: int) -> bool:
-    """Tests if steps, if any, cover so many texts."""
-    return steps is None or (
+def _are_steps(steps: Any, count: int, *, of_source: bool = False) -> bool:
+    """Tests if steps cover so many texts; those of a source have no sources."""
+    return (
         is_sequence(steps)
         and all(is_mapping(one) and isinstance(one.get("digest", 0), str | None) for one in steps)
         and all(type(one.get("rules")) is int and one["rules"] > 0 for one in steps)
         and all(isinstance(one.get("name"), str | None) and is_sequence(one.get("parts", ())) for one in steps)
-        and all(_are_of_source(one) for one in steps if "source" in one)
+        and all(isinstance(one["source"], str) and not of_source for one in steps if "source" in one)
+        and all(_are_steps(one.get("steps"), one["rules"], of_source=True) for one in steps if "source" in one)
         and sum(one["rules"] for one in steps) == count
     )
 
 
-def _are_of_source(step: Mapping[str, Any]) -> bool:
-    steps = step.get("steps")
-    return isinstance(step["source"], str) and steps is not None and _are_steps(steps, step["rules"])
-
-
-def _is_list_of_texts(value: Any) -> bool:
+def _are_texts(value: Any) -> bool:
     return is_sequence(value) and all(isinstance(item, str) for item in value)
 
 
@@ -243,15 +237,9 @@ def skipped_from_metadata(
         raise CorruptCheckpointError("the record of skipped leaves is not a mapping", path=path)
     result: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, entry in skipped.items():
-        shape = entry.get("shape") if is_mapping(entry) else None
-        good = (
-            is_mapping(entry)
-            and isinstance(name, str)
-            and isinstance(entry.get("dtype"), str)
-            and is_sequence(shape)
-            and all(type(size) is int and size >= 0 for size in shape)
-        )
-        if not good:
+        shape, dtype = (entry.get("shape"), entry.get("dtype")) if is_mapping(entry) else (None, None)
+        is_shape = is_sequence(shape) and all(type(size) is int and size >= 0 for size in shape)
+        if not (is_shape and isinstance(name, str) and isinstance(dtype, str)):
             raise CorruptCheckpointError("malformed record of a skipped leaf", path=path, leaf=str(name))
-        result[name] = (tuple(entry["shape"]), entry["dtype"])
+        result[name] = (tuple(shape or ()), dtype)
     return result

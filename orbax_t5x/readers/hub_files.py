@@ -135,6 +135,7 @@ class ModelFiles(abc.ABC):
 
     def checkpoint(self, path: str, step: int | None) -> Checkpoint:
         """Makes the checkpoint."""
+        self._file_of.clear()
         return Checkpoint(
             path=path,
             format=self.format,

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_t5x.errors import CheckpointError, error_at
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, given_message
 from orbax_t5x.files.limits import charge_metadata
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 
 # Memory of an error, with its text.
 _ERROR_BYTES = 512
+_UNKNOWN = np.dtype(object)
 
 
 class BrokenLeaf(Leaf):
@@ -27,21 +28,37 @@ class BrokenLeaf(Leaf):
     renamed and left out, and only reading it raises the error.
     """
 
+    # A file may claim hundreds of thousands: parts of an error take a third of it, and have no traceback, which would
+    # hold the frames of a reader.
+    __slots__ = ("_is_refused", "_kind", "_message", "_rest", "dtype", "name", "path", "shape")
+
     def __init__(self, name: str, error: CheckpointError, *, is_refused: bool = True):
-        charge_metadata(_ERROR_BYTES, error.path or "")
-        self.name = name
+        self.name: str = name
         self.path: str = error.path or ""
+        charge_metadata(_ERROR_BYTES, self.path)
         self.shape: tuple[int, ...] = ()
-        self.dtype: np.dtype = np.dtype(object)
-        # A new one: the traceback of the old one holds the frames of its reader.
-        self._error = error_at(error, path=error.path, leaf=error.leaf)
-        self.error: CheckpointError | None = self._error if is_refused else None
+        self.dtype: np.dtype = _UNKNOWN
+        self._kind = type(error)
+        self._message = given_message(error)
+        rest = (error.leaf, error.fix, error.errno if isinstance(error, CheckpointIOError) else None)
+        self._rest = None if rest == (name, None, None) else rest
+        self._is_refused = is_refused
+
+    @property
+    def error(self) -> CheckpointError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The error of its use, new each time, or None."""
+        return self._new_error() if self._is_refused else None
+
+    def _new_error(self) -> CheckpointError:
+        leaf, fix, number = self._rest or (self.name, None, None)
+        numbers = {} if number is None else {"errno": number}
+        return self._kind(self._message, path=self.path or None, leaf=leaf, fix=fix, **numbers)
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        raise error_at(self._error, path=self._error.path, leaf=self._error.leaf)
+        raise self._new_error()
 
     def __repr__(self) -> str:
-        return f"<BrokenLeaf {self.name!r}: {self._error}>"
+        return f"<BrokenLeaf {self.name!r}: {self._new_error()}>"
 
 
 class EmptyLeaf(Leaf):

@@ -154,13 +154,13 @@ def _leads_to_target(inputs: PlanInputs, skipped: Sequence[int], is_exact: bool)
 def leads_to_target_of(inputs: PlanInputs, one: OneSource | None) -> LeadsToTarget | None:
     """Returns a test if transforms, or a source's, fit the target.
 
-    None: there is no target, or no part of it below the source's name.
+    None: there is no target, or no part of it below the source's name; or transforms of all sources follow.
     """
     if one is None:
         return None if inputs.target.kind == "everything" else functools.partial(_leads_to_target, inputs)
     target, start = inputs.target, f"{one.source}/"
     leaves = {name[len(start) :]: leaf for name, leaf in target.leaves.items() if name.startswith(start)}
-    if not leaves:
+    if not leaves or not all(isinstance(other, OneSource) for other in inputs.transforms):
         return None
     states = tuple(name[len(start) :] for name in target.inference_states if f"{name}/".startswith(start))
     original = one.target_below(target.original)

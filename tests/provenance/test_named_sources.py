@@ -1,5 +1,6 @@
 """The list of each named source is a history: the table by every entry point, the steps of a run, and an oracle."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -246,3 +247,22 @@ def test_a_damaged_record_of_a_source_is_an_error(steps):
     wrong = {**recorded, "steps": [{**recorded["steps"][0], "steps": steps}]}
     with pytest.raises(ot.errors.CorruptCheckpointError, match="malformed provenance record"):
         checked_lineage([wrong])
+
+
+@pytest.mark.parametrize("are_named", [False, True])
+@pytest.mark.parametrize("answer", [False, True])
+def test_an_answer_about_an_unrecorded_state_is_remembered_for_each_source(answer, are_named):
+    def context(count, **told):
+        rules = [("swap", [SWAP]), ("rename", [RENAME])][:count]
+        source = ot.Source("/begun", ot.Migrations(rules) if are_named else [rule for _, (rule,) in rules])
+        transforms = unopened_chain({"s": source, "t": ot.Source("/begun", SWAP)}, [])
+        given = ResumeContext(record_rules(transforms), "start", None, False, {"s": "", "t": ""}, "orbax", transforms)
+        return dataclasses.replace(given, **told)
+
+    what, _ = decide((UNRECORDED,), context(1)).problem
+    assert what.startswith("of the source 's', nothing records")
+    told = decide((UNRECORDED,), context(1, is_resuming=answer))
+    assert told.is_resuming == answer and decide(told.lineage, context(1)).is_resuming
+    grown = decide(told.lineage, context(2))
+    assert {at: tuple(places) for at, places in grown.parts.items()} == {0: (0,), 1: (0,)}
+    assert decide(grown.lineage, context(2)).is_resuming

@@ -150,6 +150,10 @@ def test_named_sources_have_each_the_version_of_their_own(tmp_path):
             manager.save(start.step + 1, args=ot.args.TrainStateSave(start.state))
         for state in start.state.values():
             np.testing.assert_array_equal(state["joined"], STATES[3]["joined"])
+    # The target is what transforms of all sources lead to: the record alone tells the versions.
+    begun = {"a": ot.Source(saved(tmp_path / "begun_anew", 0, provenance=()), list_of(3))}
+    joined = ot.restore(begun, {"a": {"renamed": TARGET["joined"]}}, [T.Rename([("a/joined", "a/renamed")])])
+    np.testing.assert_array_equal(joined["a"]["renamed"], STATES[3]["joined"])
     told = {"told": ot.Source(tmp_path / "told", list_of(3))}
     assert "2 versions lead to the target" in problem_of(told, {"told": TARGET}).message
     assert "there is no target" in problem_of(told, None).message

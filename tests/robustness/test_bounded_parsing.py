@@ -51,6 +51,24 @@ def test_no_header_of_small_tensors_is_refused_for_its_memory():
     assert parsed_bytes(data) < 12 * len(data)
 
 
+@pytest.mark.parametrize("dtype", ["U8", "unknown"])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_many_tensors_take_ten_times_their_header(tmp_path, dtype, is_sorted):
+    """Sound and unreadable ones alike, in whatever order their keys are."""
+    entry = {"dtype": dtype, "shape": [0]}
+    entries = {f"{number:07d}": {**entry, "data_offsets": [0, 0]} for number in range(4_000)}
+    entries["zz"] = {"dtype": "F32", "shape": [6], "data_offsets": [0, GOOD.nbytes]}
+    header = json.dumps(entries, separators=(",", ":"), sort_keys=is_sorted).encode()
+    path = safetensors_file(tmp_path / "model.safetensors", header)
+
+    def opened() -> None:
+        with ot.open_checkpoint(path) as checkpoint:
+            assert len(checkpoint.leaves) == len(entries)
+
+    opened()
+    assert peak_of(opened) < 10 * len(header)
+
+
 def test_strings_over_a_hole_are_counted_before_they_are_read(tmp_path):
     count = 200_000_000
     bundle = bundle_of({"good": GOOD})

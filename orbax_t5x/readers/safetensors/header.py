@@ -25,7 +25,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.strict_json import charge_parsed, parse_object
+from orbax_t5x.files.strict_json import ObjectMaker, Pairs, charge_parsed, parse_object
 
 LENGTH_BYTES = 8
 # The format's own bound on headers; its reference reader refuses larger ones.
@@ -61,19 +61,21 @@ DTYPES: dict[str, np.dtype] = {
 _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
-class Entry(NamedTuple):
-    """A tensor: its bytes are [start, stop) of the file.
+class Refusal(NamedTuple):
+    """Reason why a tensor cannot be read, smaller than an error."""
 
-    Attributes:
-      dtype: None where `error` is the reason why the tensor cannot be read.
-    """
+    kind: type[CheckpointError]
+    message: str
+
+
+class Entry(NamedTuple):
+    """A tensor: its bytes are [start, stop) of the file."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
-    dtype: np.dtype | None
-    error: CheckpointError | None = None
+    dtype: np.dtype | Refusal
 
 
 def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> int:
@@ -89,16 +91,17 @@ def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> i
     return size
 
 
-def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
+def parse_header(data: bytes | bytearray, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
     """Parses the tensors of a file, and its `__metadata__`."""
     if not data.startswith(b"{"):
-        raise CorruptCheckpointError(f"the header begins with {data[:8]!r}, not with '{{'", path=path)
-    parsed = parse_object(data, path)
+        raise CorruptCheckpointError(f"the header begins with {bytes(data[:8])!r}, not with '{{'", path=path)
+    parsed = parse_object(data, path, pack=_pack)
     metadata = _parse_metadata(parsed.pop(METADATA_KEY, {}), path)
     if len(parsed) > limits.entries:
         raise LimitExceededError(f"{len(parsed)} tensors, more than Limits.entries = {limits.entries}", path=path)
     begin = LENGTH_BYTES + len(data)
-    entries = [_parse_entry(name, entry, begin, path, limits) for name, entry in parsed.items()]
+    # Millions of entries: none is kept in both forms.
+    entries = [_parse_entry(name, parsed.pop(name), begin, path, limits) for name in list(parsed)]
     entries.sort(key=operator.attrgetter("start", "stop"))
     position = begin
     for entry in entries:
@@ -120,6 +123,24 @@ def require_end(entries: Sequence[Entry], begin: int, file: StoredFile) -> None:
         raise CorruptCheckpointError(f"the tensors end at byte {end}, and the file at byte {file.size}", path=file.path)
 
 
+def _pack(as_dict: ObjectMaker, pairs: Pairs) -> Any:
+    """Packs an entry as a tuple; other objects stay dicts."""
+    if len(pairs) != 3:
+        return as_dict(pairs)
+    (first, code), (second, shape), (third, offsets) = pairs
+    if first != "dtype" or second != "shape" or third != "data_offsets":
+        fields = dict(pairs)
+        code, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if type(code) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
+        return as_dict(pairs)
+    sizes: list[Any] = [*shape, *offsets]
+    for size in sizes:
+        # `type`, because True is an int; the bound, because the sum with the header's size must stay a file offset.
+        if type(size) is not int or not 0 <= size <= _MAX_INT:
+            return as_dict(pairs)
+    return code, tuple(shape), offsets[0], offsets[1]
+
+
 def _parse_metadata(metadata: Any, path: str) -> dict[str, str]:
     if metadata is None:  # the format's own library takes null for no metadata
         return {}
@@ -134,41 +155,43 @@ def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -
         limits.require_name(name, path)
     except UnicodeEncodeError:
         raise CorruptCheckpointError(f"the name {name[:80]!r} holds half a character", path=path) from None
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-        raise CorruptCheckpointError("its entry has no dtype", path=path, leaf=name)
-    shape = _integers(entry.get("shape"), "shape", name, path)
+    code, shape, low, high = entry if type(entry) is tuple else _parse_fields(name, entry, path)
     if len(shape) > limits.rank:
         try:
             limits.require_rank(len(shape))
         except LimitExceededError as error:
             raise error_at(error, path=path, leaf=name) from None
-    offsets = _integers(entry.get("data_offsets"), "data_offsets", name, path)
-    if len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise CorruptCheckpointError(f"data_offsets are {list(offsets)}, not a begin and an end", path=path, leaf=name)
-    size = offsets[1] - offsets[0]
-    dtype, error = _dtype(entry["dtype"], shape, size, name, path, limits)
-    return Entry(name, shape, begin + offsets[0], begin + offsets[1], dtype, error)
+    if high < low:
+        raise _no_range([low, high], name, path)
+    return Entry(name, shape, begin + low, begin + high, _dtype(code, shape, high - low, name, path, limits))
 
 
-def _integers(value: Any, key: str, name: str, path: str) -> tuple[int, ...]:
-    is_list = type(value) is list
-    for size in value if is_list else ():
-        # `type`, because True is an int; the bound, because the sum with the header's size must stay a file offset.
-        if type(size) is not int or not 0 <= size <= _MAX_INT:
-            is_list = False
-    if not is_list:
+def _parse_fields(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int, int]:
+    """Parses an entry with other keys, or raises its error."""
+    if not isinstance(entry, dict) or not isinstance(code := entry.get("dtype"), str):
+        raise CorruptCheckpointError("its entry has no dtype", path=path, leaf=name)
+    shape, offsets = (_sizes(entry.get(key), key, name, path) for key in ("shape", "data_offsets"))
+    if len(offsets) != 2:
+        raise _no_range(offsets, name, path)
+    return code, tuple(shape), offsets[0], offsets[1]
+
+
+def _sizes(value: Any, key: str, name: str, path: str) -> list[int]:
+    if type(value) is not list or any(type(size) is not int or not 0 <= size <= _MAX_INT for size in value):
         raise CorruptCheckpointError(f"{key} is {str(value)[:200]}, not a list of sizes", path=path, leaf=name)
-    return tuple(value)
+    return value
 
 
-def _dtype(
-    code: str, shape: tuple[int, ...], size: int, name: str, path: str, limits: Limits
-) -> tuple[np.dtype | None, CheckpointError | None]:
+def _no_range(offsets: list[int], name: str, path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"data_offsets are {offsets}, not a begin and an end", path=path, leaf=name)
+
+
+def _dtype(code: str, shape: tuple[int, ...], size: int, name: str, path: str, limits: Limits) -> np.dtype | Refusal:
     """Returns the dtype, or why it is refused."""
     count = math.prod(shape)
     bits = _PACKED_BITS.get(code) or (DTYPES[code].itemsize * 8 if code in DTYPES else None)
     if bits is None:
-        return None, UnsupportedCheckpointError(f"its dtype {code[:100]!r} is not known", path=path, leaf=name)
+        return Refusal(UnsupportedCheckpointError, f"its dtype {code[:100]!r} is not known")
     if count * bits != size * 8:
         raise CorruptCheckpointError(
             f"{code} of shape {list(shape)} takes {count * bits / 8:g} bytes, and its range has {size}",
@@ -176,9 +199,9 @@ def _dtype(
             leaf=name,
         )
     if code in _PACKED_BITS:
-        return None, UnsupportedCheckpointError(f"its dtype {code} packs elements of {bits} bits", path=path, leaf=name)
+        return Refusal(UnsupportedCheckpointError, f"its dtype {code} packs elements of {bits} bits")
     try:
         limits.require_shape(shape, DTYPES[code])
     except CheckpointError as error:
-        return None, error_at(error, path=path, leaf=name)
-    return DTYPES[code], None
+        return Refusal(type(error), error.message)
+    return DTYPES[code]

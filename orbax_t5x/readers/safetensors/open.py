@@ -20,7 +20,7 @@ from orbax_t5x.readers.hub_files import LFS_POINTER, PART, ModelFiles, parts_of,
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header, require_end
+from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, Refusal, header_size, parse_header, require_end
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -83,21 +83,21 @@ class _SafetensorsFiles(ModelFiles):
         first = _head(file)
         refuse_lfs_pointer(first, file.path)
         size = header_size(first, file.known_size, file.path)
-        data = bytes(file.read(LENGTH_BYTES, size))
+        data = file.read(LENGTH_BYTES, size)
         self._bytes += LENGTH_BYTES + size
         entries, metadata = parse_header(data, file.path, self._limits)
+        del data
         require_end(entries, LENGTH_BYTES + size, file)
         self._metadata["files"].append(name)
         self._metadata["file_metadata"][name] = metadata
         self._claim([entry.name for entry in entries], name)
-        for entry in entries:
-            if entry.dtype is None:
-                assert entry.error is not None
-                self._leaves[entry.name] = BrokenLeaf(entry.name, entry.error)
+        entries.reverse()
+        while entries:
+            leaf, shape, start, _, dtype = entries.pop()  # so that none is kept in both forms
+            if isinstance(dtype, Refusal):
+                self._leaves[leaf] = BrokenLeaf(leaf, dtype.kind(dtype.message, path=file.path, leaf=leaf))
             else:
-                self._leaves[entry.name] = ByteRangeLeaf(
-                    entry.name, ByteRange(file, entry.start, entry.shape, entry.dtype)
-                )
+                self._leaves[leaf] = ByteRangeLeaf(leaf, ByteRange(file, start, shape, dtype))
 
 
 def _check_shards(files: Sequence[str], path: str) -> None:
