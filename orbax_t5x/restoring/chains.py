@@ -89,6 +89,8 @@ class OneSource(Transform):
         """Returns the source's leaves, by its own names."""
         start = f"{self.source}/"
         own = {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
+        if self.source in state:  # an array without a tree
+            own[""] = state[self.source]
         return own if self._names is None else {name: value for name, value in own.items() if name in self._names}
 
     def target_below(self, target: FlatState) -> FlatState:
