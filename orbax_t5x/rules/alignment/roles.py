@@ -19,6 +19,7 @@ ATTENTION, CROSS, MLP = "attention", "cross_attention", "mlp"
 _NORM_OF = {ATTENTION: "pre_attention_layer_norm", CROSS: "pre_cross_attention_layer_norm", MLP: "pre_mlp_layer_norm"}
 _INPUTS = frozenset({"query", "key", "value"})
 _OF_ATTENTION = frozenset({"attention", "mha"})
+_OF_MLP = frozenset({"mlp", "moe", "experts"})
 _OF_ANOTHER_TOWER = frozenset({"cross", "encoder", "src", "source", "memory", "context"})
 _AFTER = frozenset({"post", "after"})
 _FIRST, _LAST = frozenset({"input", "before", "self", "sa"}), frozenset({"final", "output"})
@@ -92,6 +93,8 @@ class _Layer:
     def order(self) -> list[str]:
         """The sublayers in the order of their use; empty if unknown."""
         found = list(self.sublayers.values())
+        if None in found and not self._has_unnamed_mlp():
+            return []
         heads = {word for name, its in self.sublayers.items() if its == ATTENTION for word in _projections(name)}
         if len(heads & _INPUTS) < 2 or sum(its == ATTENTION for its in self.nodes.values()) > 1:
             return []
@@ -122,7 +125,11 @@ class _Layer:
         shapes = {name: self.leaves[name] for name, sublayer in self.sublayers.items() if sublayer == its}
         if len({tuple(sorted(shape)) for shape in shapes.values()}) != 1:
             return {}
+        gates = [name for name in shapes if any("gate" in words_of(part) for part in name[self.at :])]
         if len(shapes) == 2:
+            first, second = shapes.values()
+            if gates or first != second[::-1]:
+                return {}
             known = [name for name in shapes if self._is_input(name)]
             numbers = {_numbered(_module(name)[-1]): name for name in shapes}
             if len(known) != 1 and len(numbers) - len({stem for stem, _ in numbers}) == 1 < len(set(shapes.values())):
@@ -132,7 +139,7 @@ class _Layer:
         if len(shapes) != 3 or len(outputs) != 1:
             return {}
         inputs = [name for name in shapes if name != outputs[0]]
-        gates = [name for name in inputs if any("gate" in words_of(part) for part in name[self.at :])]
+        gates = [name for name in inputs if name in gates]
         ups = [name for name in inputs if "up" in words_of(_module(name)[-1])]
         numbers = {_numbered(_module(name)[-1]): name for name in inputs}
         stems = {stem for stem, _ in numbers}
@@ -199,7 +206,7 @@ def _sublayer(part: str) -> str | None:
     words = frozenset(words_of(part))
     if words & _OF_ATTENTION:
         return CROSS if words & _OF_ANOTHER_TOWER else ATTENTION
-    return MLP if "mlp" in words else None
+    return MLP if words & _OF_MLP else None
 
 
 def _module(template: Template) -> Template:

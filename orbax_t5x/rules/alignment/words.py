@@ -23,7 +23,7 @@ _ARRAYS = frozenset({"kernel", "scale", "embedding"})
 ROOTS = frozenset({"params", "target", "model", "module"})
 """Parts that hold a whole model."""
 _OF_ANY_MODEL = ROOTS | {"module:layers", "kind:bias"}
-_BY_HEADS = frozenset({"query_key_value", "wqkv"})
+_FUSED = frozenset({"query", "key", "value"})
 _ATTENTIONS = frozenset({"attention", "mha"})
 _HEADED = frozenset({"query", "key", "value", "out"})
 _EXPERTS = frozenset({"mlp", "expert", "experts", "moe", "router"})
@@ -44,7 +44,8 @@ _MEANINGS: dict[str, tuple[str, ...]] = {
         "wi up fc_in c_fc intermediate mlp_up w_in input_projector mlp_intermediate_dense",
         "wo down w_down fc_out c_proj mlp_down w_out output_projector mlp_output_dense",
     ),
-    # Of queries, keys and values in one array: in turn, by heads, or in turn here and by heads there.
+    # Of queries, keys and values in one array: in turn, by heads, or in turn here and by heads there. Other names of
+    # such arrays mean themselves.
     "fused": ("qkv c_attn in_proj attention_qkv", "query_key_value linear_qkv", "wqkv w_qkv"),
     "embedding": (
         "token_embedder shared embed_tokens wte tok_embeddings word_embeddings token_embd shared_embedding "
@@ -166,6 +167,8 @@ def meanings(part: str) -> Mapping[str, frozenset[str]]:
     known = _known_words().get("_".join(words))
     if known is None and not _FILLERS.isdisjoint(words):
         known = _known_words().get("_".join(word for word in words if word not in _FILLERS))
+    if known is None and ("qkv" in words or len(_FUSED.intersection(words)) > 1):
+        return {"fused": frozenset({"_".join(words)})}
     return known or {}
 
 
@@ -203,7 +206,7 @@ def contradict(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     one, other = _by_category(ours), _by_category(theirs)
     fused = [its.get("fused", frozenset()) for its in (one, other)]
     # Another arrangement of heads has the same shape.
-    if fused[0] != fused[1] and _BY_HEADS & (fused[0] | fused[1]):
+    if fused[0] != fused[1] and (fused[0] | fused[1]) - {"qkv"}:
         return True
     return any(one[category].isdisjoint(other[category]) for category in one.keys() & other.keys())
 

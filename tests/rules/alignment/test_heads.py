@@ -128,6 +128,17 @@ def test_fused_projections_are_one_only_in_the_same_arrangement(names):
     assert bool(alignment.open) != (all(turns) or all(by_heads))
 
 
+@pytest.mark.parametrize("name", ["attn.my_qkv.weight", "attn.query_then_value.weight"])
+@pytest.mark.parametrize("other", [FUSED[0], FUSED[2]])
+def test_a_strangers_fused_projection_is_only_its_namesake(name, other):
+    rest = {"h.0.ln_1.weight": np.ones(8), "h.0.mlp.fc.weight": np.ones((10, 8))}
+    ours, theirs = ({f"h.0.{one}": np.ones((24, 8)), **rest} for one in (name, other))
+    for source, target in ((ours, theirs), (theirs, ours)):
+        assert len(ot.rules.align(source, target).open) == 1
+    below = {f"model.{one}": value for one, value in ours.items()}
+    assert ot.rules.align(ours, below).is_complete
+
+
 @pytest.mark.parametrize("is_back", [False, True])
 @pytest.mark.parametrize("axis", [None, 1])
 def test_a_position_bias_of_the_first_layer_is_that_of_all(is_back, axis):

@@ -65,6 +65,8 @@ def test_a_norm_in_a_numbered_module_is_that_of_its_sublayer():
         {**ATTENTION, **MLP, **norms("norm_2", "norm_3")},
         {**ATTENTION, **MLP, **norms("norm_1")},
         {**ATTENTION, **MLP, **norms("foo_norm", "bar_norm")},
+        {**ATTENTION, "mystery/kernel": (EMBED, 5), "other/kernel": (3, EMBED), **norms("norm")},
+        {**ATTENTION, "moe/router/kernel": (EMBED, 5), **norms("moe_norm")},
     ],
 )
 def test_norms_of_other_layers_have_no_roles(leaves):
@@ -86,6 +88,13 @@ def test_numbers_of_flax_and_unknown_words_show_no_gate(names):
     shapes = zip(names, [(EMBED, HIDDEN), (EMBED, HIDDEN), (HIDDEN, EMBED)], strict=True)
     assert roles("mlp", {f"mlp/{name}/kernel": shape for name, shape in shapes}) == {}
     assert roles("mlp", {f"mlp/{name}/kernel": (EMBED, EMBED) for name in names[:2]}) == {}
+
+
+@pytest.mark.parametrize("shape", [(EMBED, HIDDEN), (EMBED, EMBED)])
+def test_a_gate_and_its_input_are_no_input_and_output(shape):
+    """The output may be left out."""
+    assert roles("mlp", {"mlp/gate_proj/kernel": shape, "mlp/up_proj/kernel": shape}) == {}
+    assert roles("mlp", {"mlp/up_proj/kernel": (EMBED, HIDDEN), "mlp/x/kernel": (EMBED, HIDDEN)}) == {}
 
 
 def test_tables_and_their_inverse_are_known_beside_layers():
