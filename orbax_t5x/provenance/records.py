@@ -2,7 +2,8 @@
 
     {"orbax_t5x": {
         "provenance": [                                    # oldest first; [] means that nothing was ever applied
-            {"unrecorded": true},                          # saved by someone who did not know what had been applied
+            {"unrecorded": true},                          # saved by someone who did not know what had been applied;
+                                                           # "source" is the name of one source that this is about
             {"source": "/data/model.ckpt-1000000",         # or {"name": path} for several sources
              "format": "tf_bundle",                        # or {"name": format}
              "transforms": ["Translate()"],                # the rules, for people; null: nothing was applied
@@ -182,7 +183,9 @@ def given_lineage(entries: Any) -> Lineage:
 
 
 def _is_entry_form(entry: Mapping[str, Any]) -> bool:
-    return dict(entry) == UNRECORDED or (
+    if is_unrecorded(entry):
+        return set(entry) <= {"unrecorded", "source"} and isinstance(entry.get("source", ""), str)
+    return (
         all(map(_is_text_or_texts, (entry.get("source"), entry.get("format"))))
         and _are_texts(() if entry.get("transforms", 0) is None else entry.get("transforms"))
         and isinstance(entry.get("digest", 0), str | None)
