@@ -16,7 +16,7 @@ from orbax_t5x.provenance.decision import decide as decide_by_list
 from orbax_t5x.provenance.digests import digest_of_rule
 from orbax_t5x.provenance.history import recorded_rules
 from orbax_t5x.provenance.question import Decision, LeadsToTarget, ResumeContext
-from orbax_t5x.provenance.records import Entry, Lineage, applied_rules, is_unrecorded, make_entry
+from orbax_t5x.provenance.records import UNRECORDED, Entry, Lineage, applied_rules, make_entry
 from orbax_t5x.provenance.versions import decide_by_version
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
@@ -120,8 +120,8 @@ def _own(rules: Iterable[RuleRecord], name: str) -> Rules:
 
 def _entry_of(entry: Entry, rules: Rules, name: str) -> Entry | None:
     """Returns an entry with the rules of one source."""
-    if is_unrecorded(entry):
-        return entry if entry.get("source", name) == name else None
+    if entry.get("unrecorded"):
+        return UNRECORDED if entry.get("source", name) == name else None
     return _with_rules(entry, _own(rules, name))
 
 
@@ -133,8 +133,8 @@ def of_source(name: str, record: Lineage, chain: Rules) -> Lineage:
     """Returns a source's lineage as a part of that of a state."""
     entries: list[Entry] = []
     for entry in record:
-        if is_unrecorded(entry):
-            entries.append({**entry, "source": name})
+        if entry.get("unrecorded"):
+            entries.append({**UNRECORDED, "source": name})
         elif applied_rules(entry):
             rules = recorded_rules(entry, chain)
             inner = tuple(rule._replace(source="", inner=()) if rule.source else rule for rule in rules)

@@ -104,8 +104,11 @@ def extended_lineage(known: Lineage | None, given: Lineage | None) -> Lineage:
 
 
 def is_unrecorded(entry: Entry) -> bool:
-    """Tests for the entry of a save without knowledge."""
-    return entry.get("unrecorded") is True
+    """Tests for the entry of a save without knowledge.
+
+    That of a single source is about its own rules alone.
+    """
+    return entry.get("unrecorded") is True and "source" not in entry
 
 
 def applied_rules(entry: Entry) -> tuple[str, ...]:
@@ -183,7 +186,7 @@ def given_lineage(entries: Any) -> Lineage:
 
 
 def _is_entry_form(entry: Mapping[str, Any]) -> bool:
-    if is_unrecorded(entry):
+    if entry.get("unrecorded") is True:
         return set(entry) <= {"unrecorded", "source"} and isinstance(entry.get("source", ""), str)
     return (
         all(map(_is_text_or_texts, (entry.get("source"), entry.get("format"))))
@@ -196,7 +199,7 @@ def _is_entry_form(entry: Mapping[str, Any]) -> bool:
 
 
 def _are_steps(steps: Any, count: int, *, of_source: bool = False) -> bool:
-    """Tests if steps cover so many texts; those of a source have no sources."""
+    """Tests if steps cover so many texts."""
     return (
         is_sequence(steps)
         and all(is_mapping(one) and isinstance(one.get("digest", 0), str | None) for one in steps)
