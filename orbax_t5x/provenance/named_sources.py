@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from orbax_t5x.provenance.chains import RuleRecord, Rules, record_rules, texts_of
-from orbax_t5x.provenance.decision import HAS_MORE, side_by_side
+from orbax_t5x.provenance.decision import ANSWERS
 from orbax_t5x.provenance.decision import decide as decide_by_list
-from orbax_t5x.provenance.history import compare, recorded_rules
+from orbax_t5x.provenance.digests import digest_of_rule
+from orbax_t5x.provenance.history import recorded_rules
 from orbax_t5x.provenance.question import Decision, LeadsToTarget, ResumeContext
-from orbax_t5x.provenance.records import Entry, Lineage, is_unrecorded, make_entry
+from orbax_t5x.provenance.records import UNRECORDED, Entry, Lineage, applied_rules, make_entry
 from orbax_t5x.provenance.versions import decide_by_version
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
@@ -33,13 +34,17 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
         return _decide_alone(record, context)
     history = [recorded_rules(entry, context.chain) for entry in record]
     answers = [at for at, entry in enumerate(record) if entry.get("is_resuming") is not None and history[at]]
-    # An answer is about all that the state has.
-    since = itertools.chain(context.chain, *history[max(answers, default=0) :])
     parts: list[_SourceRules] = []
-    for name in dict.fromkeys(rule.source for rule in since):
-        own = tuple(_entry_of(entry, rules, name) for entry, rules in zip(record, history, strict=True))
-        parts.append(_part(name, own, context, has_rest=any(part.rest for part in parts)))
+    for name in dict.fromkeys(rule.source for rule in context.chain):
+        entries = (_entry_of(entry, rules, name) for entry, rules in zip(record, history, strict=True))
+        parts.append(_part(name, tuple(filter(None, entries)), context, has_rest=any(part.rest for part in parts)))
     problems = [problem for part in parts if (problem := _problem(part, record, history)) is not None]
+    # An answer is about all that the state has.
+    since = itertools.chain(*history[max(answers, default=0) :])
+    lost = texts_of(rule for rule in since if rule.source and rule.source not in [part.name for part in parts])
+    if lost and any(part.rest for part in parts if not part.name):
+        what = f"rules of sources were applied to this state that are not given: {listed(lost, 3)}"
+        problems.append((what, ANSWERS))
     if problems:
         asks = context.is_resuming is None
         return Decision(False, record, problem=problems[0]) if asks else _decide_alone(record, context)
@@ -100,10 +105,7 @@ def _part(name: str, record: Lineage, context: ResumeContext, *, has_rest: bool)
         transforms=tuple(transforms[0].steps if name and at else transforms),
         leads_to_target=context.source_leads_to_target(name) if name else None if has_rest else _leads(at, context),
     )
-    if at:
-        decision = _decide_alone(record, own)
-    else:
-        decision = Decision(False, record, problem=(side_by_side(compare(record, ()).recorded, ()), HAS_MORE))
+    decision = _decide_alone(record, own)
     count, new = len(own.chain), decision.lineage[len(record) :]
     done = tuple(range(count) if decision.is_resuming else decision.skipped)
     rest = tuple(index for index in range(count) if index not in done)
@@ -116,11 +118,31 @@ def _own(rules: Iterable[RuleRecord], name: str) -> Rules:
     return tuple(one for rule in rules if rule.source == name for one in (rule.inner if name else (rule,)))
 
 
-def _entry_of(entry: Entry, rules: Rules, name: str) -> Entry:
+def _entry_of(entry: Entry, rules: Rules, name: str) -> Entry | None:
     """Returns an entry with the rules of one source."""
-    if is_unrecorded(entry):
-        return entry
-    return {**entry, "steps": None, **make_entry(entry["source"], entry["format"], _own(rules, name))}
+    if entry.get("unrecorded"):
+        return UNRECORDED if entry.get("source", name) == name else None
+    return _with_rules(entry, _own(rules, name))
+
+
+def _with_rules(entry: Entry, rules: Rules) -> Entry:
+    return {**entry, "steps": None, **make_entry(entry["source"], entry["format"], rules)}
+
+
+def of_source(name: str, record: Lineage, chain: Rules) -> Lineage:
+    """Returns a source's lineage as a part of that of a state."""
+    entries: list[Entry] = []
+    for entry in record:
+        if entry.get("unrecorded"):
+            entries.append({**UNRECORDED, "source": name})
+        elif applied_rules(entry):
+            rules = recorded_rules(entry, chain)
+            inner = tuple(rule._replace(source="", inner=()) if rule.source else rule for rule in rules)
+            digests, texts = [rule.digest for rule in inner], tuple(f"{name}: {text}" for text in texts_of(inner))
+            identity = None if None in digests else f"{name}: {digests}"
+            digest = identity and digest_of_rule(identity)
+            entries.append(_with_rules(entry, (RuleRecord(texts, digest, None, inner, identity, source=name),)))
+    return tuple(entries)
 
 
 def _leads(at: Sequence[int], context: ResumeContext) -> LeadsToTarget | None:

@@ -2,7 +2,8 @@
 
     {"orbax_t5x": {
         "provenance": [                                    # oldest first; [] means that nothing was ever applied
-            {"unrecorded": true},                          # saved by someone who did not know what had been applied
+            {"unrecorded": true},                          # saved by someone who did not know what had been applied;
+                                                           # "source" is the name of one source that this is about
             {"source": "/data/model.ckpt-1000000",         # or {"name": path} for several sources
              "format": "tf_bundle",                        # or {"name": format}
              "transforms": ["Translate()"],                # the rules, for people; null: nothing was applied
@@ -103,8 +104,11 @@ def extended_lineage(known: Lineage | None, given: Lineage | None) -> Lineage:
 
 
 def is_unrecorded(entry: Entry) -> bool:
-    """Tests for the entry of a save without knowledge."""
-    return entry.get("unrecorded") is True
+    """Tests for the entry of a save without knowledge.
+
+    That of a single source is about its own rules alone.
+    """
+    return entry.get("unrecorded") is True and "source" not in entry
 
 
 def applied_rules(entry: Entry) -> tuple[str, ...]:
@@ -182,7 +186,9 @@ def given_lineage(entries: Any) -> Lineage:
 
 
 def _is_entry_form(entry: Mapping[str, Any]) -> bool:
-    return dict(entry) == UNRECORDED or (
+    if entry.get("unrecorded") is True:
+        return set(entry) <= {"unrecorded", "source"} and isinstance(entry.get("source", ""), str)
+    return (
         all(map(_is_text_or_texts, (entry.get("source"), entry.get("format"))))
         and _are_texts(() if entry.get("transforms", 0) is None else entry.get("transforms"))
         and isinstance(entry.get("digest", 0), str | None)
@@ -193,7 +199,7 @@ def _is_entry_form(entry: Mapping[str, Any]) -> bool:
 
 
 def _are_steps(steps: Any, count: int, *, of_source: bool = False) -> bool:
-    """Tests if steps cover so many texts; those of a source have no sources."""
+    """Tests if steps cover so many texts."""
     return (
         is_sequence(steps)
         and all(is_mapping(one) and isinstance(one.get("digest", 0), str | None) for one in steps)

@@ -226,13 +226,14 @@ def plan_of(
     inputs = plan_inputs(sources, target, transforms, options)
     history = SourceHistory(sources)
 
-    def decided(records: Records) -> Decision:
-        return history.decide(records, inputs.transforms, options, caller.kind, partial(leads_to_target_of, inputs))
+    def decided(records: Records, *, once: bool = False) -> Decision:
+        leads = partial(leads_to_target_of, inputs)
+        return history.decide(records, inputs.transforms, options, caller.kind, leads, once=once)
 
     if inputs.transforms or caller.keeps_lineage:
         # The only reads between opening the sources and reading arrays. Before the plan: transforms that were applied
         # already fail in ways that would only hide why.
-        decision = decided(caller.agree(history.with_older_steps_once()))
+        decision = decided(caller.agree(history.with_older_steps_once()), once=True)
         return build_plan(inputs, decision, proposes=caller.proposes)
     _ = history.recorded  # a damaged record is an error also of a restore that needs none
     nothing_to_decide = Decision(is_resuming=options.is_resuming is True, lineage=())

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.chains import record_rules
 from orbax_t5x.provenance.question import CallerKind, Decision, LeadsToTarget, ResumeContext, combine_decisions
-from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
+from orbax_t5x.provenance.records import UNRECORDED, Entry, Lineage, Records, from_metadata, make_entry
 from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import OpenSources
@@ -26,6 +27,7 @@ from orbax_t5x.trees.narrow import is_mapping
 
 # Of restores with transforms only.
 _decide: Callable[..., Decision] = on_demand.function("orbax_t5x.provenance.named_sources", "decide")
+_of_source: Callable[..., Lineage] = on_demand.function("orbax_t5x.provenance.named_sources", "of_source")
 # Of checkpoints of runs only.
 _lacks_record = on_demand.function("orbax_t5x.restoring.run_steps", "lacks_record")
 _opened_once = on_demand.function("orbax_t5x.multihost.openings", "opened_once")  # several processes only
@@ -43,6 +45,10 @@ def _unchanged(records: Records) -> Records:
 
 def _without_target(one: OneSource | None) -> None:
     return None
+
+
+def _leads_alone(leads: LeadsOf, one: OneSource | None, of: OneSource | None) -> LeadsToTarget | None:
+    return None if one is None else leads(one)
 
 
 class Caller(NamedTuple):
@@ -107,45 +113,77 @@ class SourceHistory:
         options: RestoreOptions,
         kind: CallerKind,
         leads: LeadsOf = _without_target,
+        *,
+        once: bool = False,
     ) -> Decision:
         """Decides which transforms were applied, and the new lineage.
 
-        Those of open named sources are decided by the record of each.
+        The rules of named sources are decided by the record of each, which a single process of a job reads with `once`.
 
         A RestorePlanError where only the caller can decide.
         """
-        checkpoints = self.sources.checkpoints
-        single = checkpoints.get("")
+        single = self.sources.checkpoints.get("")
+        if single is None:
+            return self._decide_each(transforms, options, kind, leads, once=once)
         of_sources = {one.source: one for one in transforms if isinstance(one, OneSource)}
         context = ResumeContext(
             chain=record_rules(transforms),
             caller=kind,
             is_resuming=None if options.is_resuming is None else bool(options.is_resuming),
             has_fallback=options.fallback is not None,
-            source={name: one.path for name, one in checkpoints.items()} if single is None else single.path,
-            format={name: one.format for name, one in checkpoints.items()} if single is None else single.format,
+            source=single.path,
+            format=single.format,
             transforms=tuple(transforms),
             leads_to_target=leads(None),
-            source_leads_to_target=lambda name: leads(of_sources[name]) if name in of_sources else None,
+            source_leads_to_target=lambda name: leads(of_sources[name]),
         )
         decision = combine_decisions({item: _decide(record, context) for item, record in records.items()})
-        path = self.sources.path
         if decision.problem is not None:
             message, fix = decision.problem
-            raise RestorePlanError([Problem("provenance", None, message, fix)], path=path)
+            raise RestorePlanError([Problem("provenance", None, message, fix)], path=single.path)
         for warning in decision.warnings:
-            _logger.warning("%s: %s", path, warning)
+            _logger.warning("%s: %s", single.path, warning)
         if decision.note:
-            _logger.info("%s: %s", path, decision.note)
-        if single is not None or decision.is_resuming or options.is_resuming is not None:
-            return decision
-        parts, warnings = dict[int, Sequence[int]](), list(decision.warnings)
-        for at, one in enumerate(transforms):
-            if isinstance(one, OneSource):
-                own = SourceHistory(OpenSources({"": checkpoints[one.source]}))
-                found = own.decide(own.with_older_steps_once(), one.steps, options, kind, lambda _, one=one: leads(one))
-                parts[at] = range(len(one.steps)) if found.is_resuming else found.skipped
-                warnings += [f"source {one.source!r}: {warning}" for warning in found.warnings]
-        # The lineage has all of them, of which some may have been applied before.
-        unmatched = None if any(parts.values()) else decision.unmatched
-        return dataclasses.replace(decision, parts=parts, warnings=tuple(warnings), unmatched=unmatched)
+            _logger.info("%s: %s", single.path, decision.note)
+        return decision
+
+    def _decide_each(
+        self,
+        transforms: Sequence[Callable[..., Any]],
+        options: RestoreOptions,
+        kind: CallerKind,
+        leads: LeadsOf,
+        *,
+        once: bool,
+    ) -> Decision:
+        checkpoints = self.sources.checkpoints
+        places = {one.source: (at, one) for at, one in enumerate(transforms) if isinstance(one, OneSource)}
+        lineage, unmatched, warnings, parts = list[Entry](), list[Entry](), list[str](), dict[int, Sequence[int]]()
+        rest, has_history = list(transforms), False
+        for name, checkpoint in checkpoints.items():
+            at, one = places.get(name, (None, None))
+            steps, own = () if one is None else one.steps, SourceHistory(OpenSources({"": checkpoint}))
+            records = own.with_older_steps_once() if once else own.with_older_steps()
+            found = own.decide(records, steps, options, kind, partial(_leads_alone, leads, one))
+            if at is not None:
+                parts[at] = range(len(steps)) if found.is_resuming else found.skipped
+            rules = record_rules(steps)
+            has_history |= any(_of_source(name, record or (), rules) for record in records.values())
+            lineage += _of_source(name, found.lineage, rules)
+            unmatched += _of_source(name, found.lineage if found.unmatched is None else found.unmatched, rules)
+            warnings += [f"source {name!r}: {warning}" for warning in found.warnings]
+        answer = options.is_resuming
+        if has_history:
+            rest = [one for one in transforms if not isinstance(one, OneSource)]
+        else:  # it begins with this restore
+            lineage, unmatched = [], []
+        paths = {name: checkpoint.path for name, checkpoint in checkpoints.items()}
+        formats = {name: checkpoint.format for name, checkpoint in checkpoints.items()}
+        entry = make_entry(paths, formats, record_rules(rest), is_resuming=answer if rest else None)
+        return Decision(
+            answer is True,
+            (*lineage, entry),
+            warnings=tuple(warnings),
+            unmatched=(*unmatched, make_entry(paths, formats, ())) if answer is None else None,
+            parts=parts,
+        )

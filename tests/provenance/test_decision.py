@@ -342,12 +342,15 @@ def test_a_conversion_is_a_source_like_any_other(tmp_path, caplog):
     assert values(ot.restore(tmp_path / "twice", TARGET)) == PLAIN
 
 
-def test_several_sources_begin_a_new_lineage(tmp_path):
+def test_the_lineage_of_several_sources_holds_that_of_each(tmp_path):
     save(tmp_path / "a", 0, provenance=[made(MINE)])
     save(tmp_path / "b", 0)
     sources = {"a": tmp_path / "a", "b": tmp_path / "b"}
     plan = ot.plan_restore(sources, TARGET, T.Overlay(("a", "b")), strict=False)
-    (entry,) = plan.provenance
+    before, gap, entry = plan.provenance
+    assert gap == {"unrecorded": True, "source": "b"}
+    assert before["source"] == "/source" and before["steps"][0]["source"] == "a"
+    assert before["steps"][0]["steps"] == made(MINE)["steps"]
     assert entry["source"].keys() == {"a", "b"} and entry["digest"] == chain_digest([T.Overlay(("a", "b"))])
 
 

@@ -27,7 +27,6 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.paths import split_name
 
-SCHEME = "hf"
 # Of repositories and revisions that do not exist, or that others may not know of.
 _NOT_THERE = (401, 404)
 _PART_BYTES = 1 << 16

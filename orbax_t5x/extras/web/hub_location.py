@@ -14,6 +14,7 @@ from orbax_t5x.extras.web.hub_commit import Commit, find_commit
 from orbax_t5x.extras.web.hub_ranges import HubServer
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import shared_path
+from orbax_t5x.files.places import lower_scheme
 from orbax_t5x.files.remote.responses import ResponseClock
 
 _logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ def locate(path: str) -> str:
     where they are in the hub's cache already. Without a network the cache is read, with a warning that names the
     commit.
     """
+    path = lower_scheme(path)
     wanted = parse_hub_path(path)
     try:
         commit = find_commit(wanted)

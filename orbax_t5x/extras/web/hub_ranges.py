@@ -18,7 +18,6 @@ from orbax_t5x.errors import (
     CheckpointIOError,
     CheckpointNotFoundError,
     LimitExceededError,
-    error_at,
 )
 from orbax_t5x.extras.web.hub import hub_endpoint, hub_token, parse_hub_path
 from orbax_t5x.extras.web.hub_commit import find_commit, known_commit
@@ -28,13 +27,13 @@ from orbax_t5x.extras.web.web_response import WebResponse
 from orbax_t5x.extras.web.web_server import WebClient
 from orbax_t5x.files.places import answered
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind, remote_error
+from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import PendingResponse, Response, ResponseClock, Version, known_response
 from orbax_t5x.files.remote.server import Server
 
 _Result = TypeVar("_Result")
 
-_REDIRECTS = (301, 302, 303, 307, 308)
+REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _STEPS = (("http", "http"), ("http", "https"), ("https", "https"))
 _PORTS = {"http": 80, "https": 443}
@@ -56,10 +55,6 @@ class HubResponse(NamedTuple):
     wanted: BoundedRange
 
 
-def _ignore(answer: HubResponse) -> None:
-    """Looks at no redirect."""
-
-
 class HubRequests:
     """Client of a hub.
 
@@ -74,21 +69,17 @@ class HubRequests:
         self._clients: dict[str, WebClient] = {}
 
     def send(
-        self,
-        url: str,
-        wanted: BoundedRange,
-        judge: Callable[[HubResponse], _Result],
-        request: WebRequest,
-        *,
-        see: Callable[[HubResponse], None] = _ignore,
+        self, url: str, wanted: BoundedRange, judge: Callable[[HubResponse], _Result], request: WebRequest
     ) -> _Result:
-        """Sends a request once, and follows redirects; like `WebClient.exchange`."""
+        """Sends a request once, and follows redirects; like `WebClient.exchange`.
+
+        `judge` is called with redirects, too; what it returns of them is not used.
+        """
 
         def follow(response: WebResponse, wanted: BoundedRange) -> _Result | _Redirect:
-            answer = HubResponse(url, response, wanted)
-            if response.status not in _REDIRECTS:
-                return judge(answer)
-            see(answer)
+            judged = judge(HubResponse(url, response, wanted))
+            if response.status not in REDIRECTS:
+                return judged
             response.body(PAGE_BYTES)
             return _Redirect(_next_url(url, response.headers.get("location")))
 
@@ -183,26 +174,20 @@ class HubServer(Server):
 
     def takes_ranges(self, key: str) -> bool:
         """Tests if the hub serves a single byte of a file."""
-        path = f"hf://{self._repository}@{self._commit.revision}/{key}"
-        return answered(["takes ranges", path], lambda: self._takes_ranges(key, path))
+        return answered(["takes ranges", self.url(key)], lambda: self._takes_ranges(key))
 
-    def _takes_ranges(self, key: str, path: str) -> bool:
-        request = self.request(key, BoundedRange.between(0, min(1, self._sizes[key] or 1)))
+    def _takes_ranges(self, key: str) -> bool:
+        wanted = BoundedRange.between(0, min(1, self._sizes[key] or 1))
         try:
-            answer = request.result(self.clock.timeout)
+            answer = self.end(self.begin(key, wanted), "reading it", is_known=True)
         except CheckpointError as error:
-            raise error_at(error, path=path, leaf=None) from None
-        except TimeoutError:
-            raise CheckpointIOError(f"reading it: {self.clock.timeout_text()}", path=path) from None
-        except RequestError as error:
-            if error.kind in _NOT_BY_RANGE:
+            if isinstance(cause := error.__cause__, RequestError) and cause.kind in _NOT_BY_RANGE:
                 return False
-            raise remote_error(error, "reading it", path=path) from None
+            raise
         finally:
-            request.cancel()
             self.close_idle()
         if answer is None:
-            raise CheckpointNotFoundError("the hub lists the file, and does not have it", path=path)
+            raise CheckpointNotFoundError("the hub lists the file, and does not have it", path=self.url(key))
         return True
 
     def close_idle(self) -> None:
@@ -211,8 +196,8 @@ class HubServer(Server):
     def _attempt(self, key: str, wanted: BoundedRange, request: WebRequest) -> Response | None:
         """Sends a request to the file's last known place."""
         found = self._locations.get(key)
-        judge, see = functools.partial(self._read_answer, key, found), functools.partial(self._compare, key)
-        return self._requests.send(found or self._url(key), wanted, judge, request, see=see)
+        judge = functools.partial(self._read_answer, key, found)
+        return self._requests.send(found or self._url(key), wanted, judge, request)
 
     def _url(self, key: str) -> str:
         path = f"{self._repository}/resolve/{self._commit.revision}/{urllib.parse.quote(key)}"
@@ -221,6 +206,8 @@ class HubServer(Server):
     def _read_answer(self, key: str, found: str | None, answer: HubResponse) -> Response | None:
         """Checks a response against commit and request, reads its body."""
         status = answer.response.status
+        if status in REDIRECTS:
+            return self._compare(key, answer)
         if status == 200:
             if self._sizes[key] is not None and answer.response.headers.get("content-length") != str(self._sizes[key]):
                 raise CheckpointIOError("the answer to a range is neither that range nor the file")

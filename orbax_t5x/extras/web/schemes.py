@@ -10,7 +10,7 @@ from orbax_t5x.extras.web.hub_location import locate
 from orbax_t5x.extras.web.hub_ranges import HubServer
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.paths import url_scheme
-from orbax_t5x.files.places import Scheme, StoreUrl, lower_scheme, split_url
+from orbax_t5x.files.places import Scheme, StoreUrl, split_url
 
 
 def _plain_url(url: str) -> str:
@@ -29,9 +29,5 @@ def _split_hub_url(url: str) -> StoreUrl:
     return StoreUrl(f"hf://{wanted.repository}{revision}", wanted.file, not wanted.file)
 
 
-def _find_on_hub(url: str) -> str:
-    return locate(lower_scheme(url))
-
-
 WEB = Scheme(_plain_url, split_url, WebServer)
-HUB = Scheme(_find_on_hub, _split_hub_url, HubServer, download=download_files)
+HUB = Scheme(locate, _split_hub_url, HubServer, download=download_files)

@@ -3,7 +3,7 @@
 import pytest
 
 from orbax_t5x.extras.web import hub_ranges
-from orbax_t5x.extras.web.hub_ranges import HubRequests, server_of
+from orbax_t5x.extras.web.hub_ranges import REDIRECTS, HubRequests, server_of
 from orbax_t5x.extras.web.web_answer import read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.files.ranges import BoundedRange
@@ -38,11 +38,11 @@ def sending(monkeypatch):
 def send(url, see=lambda answer: None):
     clock = ResponseClock(5)
     hub = HubRequests()
-    request = WebRequest(
-        lambda request: hub.send(url, WANTED, lambda answer: read_answer(*answer[1:]), request, see=see),
-        clock,
-        is_awaited=True,
-    )
+
+    def judge(answer):
+        return see(answer) if answer.response.status in REDIRECTS else read_answer(*answer[1:])
+
+    request = WebRequest(lambda request: hub.send(url, WANTED, judge, request), clock, is_awaited=True)
     try:
         return request.result()
     finally:
