@@ -7,7 +7,6 @@ already, and the transforms of a source are in the chain.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import logging
@@ -26,7 +25,7 @@ from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
 
-_PASS_RULES = Fix.in_program(
+PASS_RULES = Fix.in_program(
     "pass the rules: a pack of ot.rules, transforms of ot.transforms, or what a plan with a target has as found_rules"
 )
 
@@ -35,11 +34,12 @@ _logger = logging.getLogger(__name__)
 AUTO = "auto"
 Transforms = Sequence[Callable[..., Any] | Migrations] | Callable[..., Any] | Migrations | Literal["auto"]
 _adopt_orbax = on_demand.function("orbax_t5x.transforms.model_surgery", "adopt_orbax")
-# Only rules that are sought, and calls that went wrong, need the packs.
+# Only calls that went wrong need the packs.
 _PACKAGE_OF_PACKS = "orbax_t5x.rules"
 _pack_names = on_demand.function(f"{_PACKAGE_OF_PACKS}.graph", "pack_names")
 _pack_function = on_demand.function(f"{_PACKAGE_OF_PACKS}.graph", "pack_function")
-_find_rules = on_demand.function(f"{_PACKAGE_OF_PACKS}.finding", "find_rules")
+# Of "auto" only.
+_find_mapping = on_demand.function("orbax_t5x.restoring.auto", "find_mapping")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
     """
     if AUTO in [one for one in [transforms, *(transforms if is_sequence(transforms) else ())] if isinstance(one, str)]:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and a save has no target"
-        raise RestorePlanError([Problem("rule", None, what, _PASS_RULES)])
+        raise RestorePlanError([Problem("rule", None, what, PASS_RULES)])
     chain = chain_of(transforms, has_target=False)
     if any(isinstance(one, Migration) for one in chain):
         raise TypeError("Migrations are for restores: a save writes the state of the newest")
@@ -271,7 +271,7 @@ def written_out(
     for transform in transforms:
         if isinstance(transform, FoundRules):
             before = run_transforms(chain, source, target, is_resuming=False, diagnostics=settings.settings())
-            mapping = _mapping_of_auto(transform, before, target, path, fillable, settings)
+            mapping = _find_mapping(transform, before, target, path, fillable, settings)
             chain.extend(mapping.parts)
             why.update(mapping.why)
         elif isinstance(transform, OneSource):
@@ -285,47 +285,3 @@ def written_out(
         else:
             chain.append(transform)
     return tuple(chain)
-
-
-def _mapping_of_auto(
-    auto: FoundRules,
-    source: FlatState,
-    target: Mapping[str, Any],
-    path: str | None,
-    fillable: Collection[str],
-    settings: Diagnostics,
-) -> Any:
-    if not target:
-        what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and there is no target"
-        fix = Fix.any_of(_PASS_RULES, Fix.in_program("pass the target"))
-        raise RestorePlanError([Problem("rule", None, what, fix)], path=path)
-    try:
-        leaves = {name: leaf for name, leaf in source.items() if leaf is not None}
-        mapping = (
-            _find_rules(leaves, target, dict(auto.given))
-            if auto.given
-            else _mapping(leaves, target, fillable, settings)
-        )
-    except RestorePlanError as error:
-        problems = [
-            dataclasses.replace(problem, message=f"transforms={AUTO!r}: {problem.message}")
-            for problem in error.problems
-        ]
-        raise RestorePlanError(problems, path=path) from error
-    _logger.info("transforms=%r: %s", AUTO, mapping.found)
-    return mapping
-
-
-def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str], settings: Diagnostics) -> Any:
-    """Finds the `FoundMapping` of the target, or without fallback leaves."""
-    wanted = {name: leaf for name, leaf in target.items() if name not in fillable}
-    if not wanted or len(wanted) == len(target):
-        return _find_rules(source, target, settings=settings)
-    found = None
-    with contextlib.suppress(RestorePlanError):
-        found = _find_rules(source, target, settings=settings)
-        if found.is_whole:
-            return found
-    with contextlib.suppress(RestorePlanError):
-        return _find_rules(source, wanted, settings=settings)
-    return found or _find_rules(source, target, settings=settings)

@@ -1,5 +1,6 @@
 """Planning reads the run's older steps only where the answer is used, in few reads at the same time."""
 
+import importlib
 import os
 import shutil
 import sys
@@ -46,6 +47,14 @@ class Events:
 
 @pytest.fixture(scope="module")
 def events():
+    # What decides and explains is loaded when a restore first needs it; that is no read of a checkpoint.
+    for module in (
+        "provenance.named_sources",
+        "restoring.diagnose.explain",
+        "restoring.run_steps",
+        "text.problem_lines",
+    ):
+        importlib.import_module(f"orbax_t5x.{module}")
     return Events()
 
 

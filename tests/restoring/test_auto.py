@@ -1,0 +1,173 @@
+"""`"auto"` is written out as rules, each pack once, and recorded as such."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.cli.main import main
+from orbax_t5x.errors import RestorePlanError
+from orbax_t5x.trees.flat import unflatten
+from tests.conftest import GOLDENS
+from tests.support import t5_model
+from tests.support.memory_checkpoint import checkpoint
+from tests.support.pytrees import assert_trees_equal
+
+T, R = ot.transforms, ot.rules
+BUNDLE = GOLDENS / "tf_bundle" / "t5_1_1_f32"
+SCANNED = t5_model.T5Config(scan_layers=True)
+
+
+def scanned_target():
+    return {"params": jax.eval_shape(lambda: t5_model.init(SCANNED)[1]["params"])}
+
+
+def arrays(**values):
+    return checkpoint({name: np.full((2,), value, np.float32) for name, value in values.items()})
+
+
+def test_auto_applies_what_infer_finds_and_records_it_as_written_out(parameters):
+    target = scanned_target()
+    plan = ot.plan_restore(BUNDLE, target, "auto")
+    expected = t5_model.scanned_from(unflatten(parameters), SCANNED)
+    assert_trees_equal(plan.execute(), {"params": expected})
+    with ot.open_checkpoint(BUNDLE) as opened:
+        parts = R.infer(opened, target).parts
+    assert plan.provenance == ot.plan_restore(BUNDLE, target, parts).provenance
+    rules = plan.provenance[0]["transforms"]
+    assert "mesh_tf_to_t5x()" in rules[0] and "t5_minimal_to_scanned(num_heads=4, head_dim=4)" in rules[1]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("is_of_a_source", [False, True])
+def test_auto_applies_each_pack_once(monkeypatch, strict, is_of_a_source):
+    """The plan is that of the rules found."""
+    applied, apply = [], T.Chain.apply
+
+    def counted(self, state, target, diagnostics):
+        if isinstance(self, R.RulePack) and target:  # layouts are looked for without a target
+            applied.append(self.name)
+        return apply(self, state, target, diagnostics)
+
+    def facts(plan):
+        entries = [(entry.name, entry.sources, entry.how, entry.rule, entry.fidelity) for entry in plan.entries]
+        return entries, plan.unused, plan.dropped, plan.warnings, plan.provenance
+
+    config = t5_model.T5Config(embed=32, heads=6, head_dim=8, mlp=64, encoder_layers=2, decoder_layers=3)
+    split = {"target": jax.eval_shape(lambda: t5_model.init(config)[1]["params"])}
+    for source, target in ((BUNDLE, scanned_target()), (GOLDENS / "safetensors" / "t5_1_1", split)):
+        of, rules = (ot.Source(source, "auto"), ()) if is_of_a_source else (source, "auto")
+        applied.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(T.Chain, "apply", counted)
+            plan = ot.plan_restore(of, target, rules, strict=strict)
+        assert {name: applied.count(name) for name in applied} == {
+            pack.name: 1 for pack in plan.found_rules if isinstance(pack, R.RulePack)
+        }
+        assert facts(plan) == facts(ot.plan_restore(source, target, plan.found_rules, strict=strict))
+        assert_trees_equal(plan.execute(), ot.restore(source, target, plan.found_rules, strict=strict))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_conversions_and_the_command_line_apply_each_pack_once(monkeypatch, capsys, tmp_path, strict):
+    applied, apply = [], T.Chain.apply
+
+    def counted(self, state, target, diagnostics):
+        if isinstance(self, R.RulePack) and target:
+            applied.append(self.name)
+        return apply(self, state, target, diagnostics)
+
+    hf, t5x = GOLDENS / "safetensors" / "t5_1_1", tmp_path / "t5x"
+    ot.convert(hf, t5x, [R.hf_t5_to_t5x()])
+    options = [] if strict else ["--no-strict"]
+    monkeypatch.setattr(T.Chain, "apply", counted)
+    ways = [
+        lambda: ot.diff(hf, t5x, "auto", strict=strict, values=False),
+        lambda: main(["plan", str(hf), "--target", str(t5x), "--rules", "auto", *options]),
+        lambda: main(["convert", str(hf), str(tmp_path / "out"), "--target", str(t5x), "--rules", "auto", *options]),
+    ]
+    for way in ways:
+        applied.clear()
+        assert way() is not None
+        assert applied == ["hf_t5_to_t5x()"], capsys.readouterr()
+
+
+def test_auto_applies_a_pack_again_that_reads():
+    """So that the plan counts the bytes, as without auto."""
+
+    def doubled(state, target):
+        return {"target": jax.tree.map(lambda value: np.asarray(value) * 2, state["toy"])}
+
+    name = "encoder/layers_0/attention/query/kernel"
+    stored = checkpoint({f"toy/{name}": np.ones((4, 8), np.float32)})
+    target = {f"target/{name}": np.zeros((4, 8), np.float32)}
+    pack = R.RulePack((doubled,), (), "toy_to_t5x", f"toy/{name}").between("toy", "minimal", marks="^toy/")
+    with R.register(pack):
+        plan = ot.plan_restore(stored, target, "auto")
+        assert plan.bytes_read_at_planning == ot.plan_restore(stored, target, [pack]).bytes_read_at_planning == 128
+        assert plan.execute()[f"target/{name}"][0, 0] == 2
+
+
+def test_auto_from_hugging_face():
+    source = GOLDENS / "safetensors" / "t5_1_1"
+    config = t5_model.T5Config(embed=32, heads=6, head_dim=8, mlp=64, encoder_layers=2, decoder_layers=3)
+    target = {"target": jax.eval_shape(lambda: t5_model.init(config)[1]["params"])}
+    assert_trees_equal(ot.restore(source, target, "auto"), ot.restore(source, target, [R.hf_t5_to_t5x()]))
+
+
+def test_auto_applies_nothing_where_names_fit():
+    target = dict.fromkeys("ab", np.zeros(2, np.float32))
+    plan = ot.plan_restore(arrays(a=1, b=2), target, "auto")
+    assert plan.provenance[0]["transforms"] is None
+    assert plan.execute()["a"][0] == 1
+
+
+@pytest.mark.slow
+def test_auto_begins_a_run_and_goes_on_with_it(tmp_path):
+    target = scanned_target()
+
+    def restored(step, **source):
+        with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+            return manager.restore(step, args=ot.args.TrainStateRestore(target, "auto", **source))
+
+    plan = ot.plan_restore(BUNDLE, target, "auto")
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+        manager.save(0, args=ot.args.TrainStateSave(plan.execute(), provenance=plan.provenance))
+        manager.wait_until_finished()
+    assert_trees_equal(restored(0), plan.execute())
+    assert_trees_equal(restored(0, source=BUNDLE), plan.execute())
+    # What was found is in the record, so the same rules written out are not applied again.
+    with ot.open_checkpoint(BUNDLE) as opened:
+        parts = R.infer(opened, target).parts
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+        again = manager.restore(0, args=ot.args.TrainStateRestore(target, parts))
+    assert_trees_equal(again, plan.execute())
+
+
+def test_auto_says_what_it_looked_at_where_nothing_fits(tmp_path):
+    with pytest.raises(RestorePlanError) as caught:
+        ot.restore(arrays(a=1), scanned_target(), "auto")
+    (problem,) = caught.value.problems
+    assert problem.kind == "rule" and "auto" in problem.message and "unknown names" in problem.message
+    for call in (lambda: ot.restore(BUNDLE, None, "auto"), lambda: ot.convert(BUNDLE, tmp_path / "out", "auto")):
+        with pytest.raises(RestorePlanError) as caught:
+            call()
+        (problem,) = caught.value.problems
+        assert "there is no target" in problem.message and "ot.rules" in str(problem.fix)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(TypeError, match="is no transform"):
+        ot.restore(BUNDLE, scanned_target(), ["auto"])
+
+
+def test_auto_drops_the_optimizer_of_a_model_that_has_none(parameters):
+    """Evaluation from a checkpoint of training: what is dropped is listed."""
+    target = {"params": unflatten(parameters)}
+    values = {f"target/{name}": value for name, value in parameters.items()}
+    moments = {f"state/param_states/0/mu/{name}": value for name, value in parameters.items()}
+    source = checkpoint({**values, **moments, "state/step": np.int32(3)})
+    plan = ot.plan_restore(source, target, "auto")
+    assert set(plan.dropped) == {*moments, "state/step"}
+    same_names = ot.plan_restore(source, {"target": unflatten(parameters)}, "auto")
+    assert set(same_names.dropped) == {*moments, "state/step"}
+    assert_trees_equal(plan.execute()["params"], same_names.execute()["target"])
