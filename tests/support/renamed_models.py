@@ -149,6 +149,8 @@ class Changes:
         """Whether nothing that looks alike is beside the part, wherever it is."""
         if any(letter.isdigit() for letter in part):
             return False
+        if part == "qkv":  # by heads or in turn: only its name shows the arrangement
+            return False
         # A module of few leaves beside the towers may be new where the others kept their names.
         if sum(re.search(rf"(^|/){part}(/|$)", name) is not None for name in self.names.values()) < 4:
             return False

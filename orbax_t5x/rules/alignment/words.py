@@ -205,8 +205,8 @@ def contradict(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     """Tests if two parts name modules known to be different."""
     one, other = _by_category(ours), _by_category(theirs)
     fused = [its.get("fused", frozenset()) for its in (one, other)]
-    # Another arrangement of heads has the same shape.
-    if fused[0] != fused[1] and (fused[0] | fused[1]) - {"qkv"}:
+    # Another arrangement of heads has the same shape: only names show which it is.
+    if fused[0] != fused[1]:
         return True
     return any(one[category].isdisjoint(other[category]) for category in one.keys() & other.keys())
 

@@ -111,6 +111,7 @@ FUSED = [
     "attention.query_key_value.weight",
     "attn.Wqkv.weight",
     "attn.linear_qkv.weight",
+    "attn.unknown.weight",
 ]
 
 
