@@ -120,13 +120,15 @@ class WorkDirectory:
             _logger.warning("%s: a conversion was stopped while it replaced this; the old one is back", self._target)
 
     def __exit__(self, *exception: object) -> None:
-        if not self.is_kept:
-            with contextlib.suppress(OSError):
-                self._put_back()
-                self.empty()
-                (self.path / _OWNER).unlink(missing_ok=True)
-                os.rmdir(self.path)
-        self._lock.close()
+        try:
+            if not self.is_kept:
+                with contextlib.suppress(OSError):
+                    self._put_back()
+                    self.empty()
+                    (self.path / _OWNER).unlink(missing_ok=True)
+                    os.rmdir(self.path)
+        finally:  # a second signal leaves the directory to the next conversion
+            self._lock.close()
 
 
 def _take(target: Path, name: str) -> tuple[Path, Descriptor]:

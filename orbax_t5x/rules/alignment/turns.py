@@ -17,7 +17,7 @@ Key = tuple[str, str, str]
 
 
 class Turns:
-    """How matrices of two sides lie, by pairs and by counts."""
+    """Turns of the matrices of two sides, by pairs and by counts."""
 
     def __init__(self, sides: Sides):
         self._sides = sides

@@ -125,12 +125,13 @@ def moves_as_transforms(
     ):
         steps += rename_rules(numbered, single)
     for (axis, between, is_named), every_tower in stacks.items():
-        for towers in _separable(every_tower, single):
-            befores = _alternatives(one.removesuffix("layers") if is_named else one for one in towers)
+        added = "layers" if is_named else ""
+        for towers in _separable(every_tower, single, added):
+            befores = _alternatives(one.removesuffix(added) for one in towers)
             steps.append(
                 StackLayers(
-                    f"({befores}){'' if is_named else re.escape(between)}(?P<i>\\d+){_rest(towers, single)}",
-                    rf"\g<1>{'layers' if is_named else ''}\g<3>",
+                    f"({befores}){'' if is_named else re.escape(between)}(?P<i>\\d+){_rest(towers, single, added)}",
+                    rf"\g<1>{added}\g<3>",
                     axis,
                 )
             )
@@ -198,17 +199,23 @@ def _alternatives(texts: Iterable[str]) -> str:
     return "|".join(sorted(re.escape(text) for text in texts))
 
 
-def _separable(towers: Mapping[str, list[_Layers]], others: Collection[str]) -> list[dict[str, list[_Layers]]]:
-    """Returns all towers together, or each tower."""
+def _separable(
+    towers: Mapping[str, list[_Layers]], others: Collection[str], added: str = ""
+) -> list[dict[str, list[_Layers]]]:
+    """Returns all towers together, or each tower.
+
+    Names lack the `added` end of stems.
+    """
     ends = {frozenset(one.after for one in all_) for all_ in towers.values()}
-    if len(ends) == 1 or not any(name.startswith(tuple(towers)) for name in others):
+    stems = tuple(stem.removesuffix(added) for stem in towers)
+    if len(ends) == 1 or not any(name.startswith(stems) for name in others):
         return [dict(towers)]
     return [{stem: all_} for stem, all_ in towers.items()]
 
 
-def _rest(towers: Mapping[str, Sequence[_Layers]], others: Collection[str]) -> str:
+def _rest(towers: Mapping[str, Sequence[_Layers]], others: Collection[str], added: str = "") -> str:
     """Returns the pattern for the rest of a layer's name."""
-    stems = tuple(towers)
+    stems = tuple(stem.removesuffix(added) for stem in towers)
     if not any(name.startswith(stems) for name in others):
         return "(.*)"
     return f"({_alternatives({one.after for all_ in towers.values() for one in all_})})"

@@ -60,3 +60,12 @@ def test_only_the_leaves_of_moves_are_transposed():
         value.shape
         for value in applied(moves_as_transforms(moves, names, [f"{name}.x" for name in names]), source).values()
     } == {(3, 2)}
+
+
+def test_a_leaf_that_one_layer_has_alone_is_not_stacked():
+    """It stays, or has another name; `layers` is the word for the numbers that stand alone."""
+    source = {f"enc/{i}/{name}": np.full(2, i) for i in range(3) for name in ("w", "v")} | {"enc/0/bias": np.ones(2)}
+    for moves, alone in (([], "enc/0/bias"), ([Move(("enc/0/bias",), ("e/b",))], "e/b")):
+        both = [Move(tuple(f"enc/{i}/{name}" for i in range(3)), (f"e/{name}",), axis=0, stacks=True) for name in "wv"]
+        result = applied(moves_as_transforms([*both, *moves], list(source), ["e/w", "e/v", alone]), source)
+        assert sorted(result) == sorted(["e/w", "e/v", alone]) and result["e/w"].shape == (3, 2)
