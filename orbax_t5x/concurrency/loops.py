@@ -57,18 +57,30 @@ class Latch:
 
 def wait_undisturbed(is_over: Callable[[], bool]) -> None:
     """Waits to the end although signal handlers raise."""
+    given_up: list[bool] = []
+    # Where one wait handles an interrupt, the next may come: there is always a block around that waits on.
+    try:
+        try:
+            _wait_on(is_over, given_up)
+        finally:
+            _wait_on(is_over, given_up)
+    finally:
+        _wait_on(is_over, given_up)
+
+
+def _wait_on(is_over: Callable[[], bool], given_up: list[bool]) -> None:
     interrupt: BaseException | None = None
     began = 0.0
     while True:
         try:
-            while not is_over():
+            while not given_up and not is_over():
                 pass
             break
         except BaseException as error:
             began = began or time.monotonic()
             interrupt = interrupt or error
             if time.monotonic() - began > _PATIENCE_SECS:
-                break
+                given_up.append(True)
     try:
         if interrupt is not None:
             raise interrupt

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.transforms import MODULE_OF as public_transforms
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -37,7 +36,9 @@ _adopt_orbax = on_demand.function("orbax_t5x.transforms.model_surgery", "adopt_o
 # Only calls that went wrong need the packs.
 _PACKAGE_OF_PACKS = "orbax_t5x.rules"
 _pack_names = on_demand.function(f"{_PACKAGE_OF_PACKS}.graph", "pack_names")
-_pack_function = on_demand.function(f"{_PACKAGE_OF_PACKS}.graph", "pack_function")
+_of_type = on_demand.function("orbax_t5x.restoring.wrong_transforms", "of_type")
+_instead_of = on_demand.function("orbax_t5x.restoring.wrong_transforms", "instead_of")
+_call_of = on_demand.function("orbax_t5x.restoring.wrong_transforms", "call_of")
 # Of "auto" only.
 _find_mapping = on_demand.function("orbax_t5x.restoring.auto", "find_mapping")
 
@@ -186,31 +187,6 @@ def _pack_of(something: object) -> str | None:
     if not inspect.isfunction(something) or not str(something.__module__).startswith(f"{_PACKAGE_OF_PACKS}."):
         return None
     return something.__name__ if something.__name__ in _pack_names() else None
-
-
-def _of_type(something: object) -> str:
-    """Returns `a generator`, `an int`."""
-    name = type(something).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _instead_of(something: object) -> str:
-    """Suggests a replacement for an item in a list of transforms."""
-    if something == AUTO:
-        return (
-            f"{AUTO!r} stands alone, or is a source's: restore from ot.Source(path, {AUTO!r}) with the other transforms"
-        )
-    call = _call_of(something) if isinstance(something, str) else None
-    return f"pass {call or 'transforms of ot.transforms, or functions'}"
-
-
-def _call_of(name: str) -> str | None:
-    """Returns the call of a named transform or rule pack, or None."""
-    if name in _pack_names():
-        parameters = inspect.signature(_pack_function(name)).parameters.values()
-        wanted = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-        return f"ot.rules.{name}({', '.join(f'{parameter}=…' for parameter in wanted)})"
-    return f"ot.transforms.{name}(…)" if name in public_transforms else None
 
 
 def without_parts(transforms: Sequence[AnyTransform], parts: Mapping[int, Collection[int]]) -> tuple[AnyTransform, ...]:
