@@ -15,7 +15,7 @@ from orbax_t5x.rules.alignment.layers import NamedLeaf, Shape
 from orbax_t5x.rules.alignment.words import Path, is_of_attention
 
 
-class HeadSteps(NamedTuple):
+class LayoutSteps(NamedTuple):
     """Steps from an array to another with the same entries.
 
     Attributes:
@@ -88,7 +88,7 @@ def heads_of(leaf: NamedLeaf) -> Shape:
     return tuple(size for at, size in enumerate(leaf.full) if at != leaf.width)
 
 
-def change(old: NamedLeaf, new: NamedLeaf, is_turned: bool, count: int = 0) -> HeadSteps:
+def change(old: NamedLeaf, new: NamedLeaf, is_turned: bool, count: int = 0) -> LayoutSteps:
     """Returns the steps between arrays, `count` layers included.
 
     Layers count where both arrays have them on an axis.
@@ -103,9 +103,9 @@ def change(old: NamedLeaf, new: NamedLeaf, is_turned: bool, count: int = 0) -> H
     shapes = tuple(tuple(math.prod(sizes[label] for label in group) for group in its) for its in groups)
     atoms = tuple(sizes[label] for label in first)
     if axes == tuple(range(len(axes))):
-        return HeadSteps(() if shapes[0] == shapes[1] else shapes, (), ())
+        return LayoutSteps(() if shapes[0] == shapes[1] else shapes, (), ())
     is_whole = (atoms, tuple(atoms[at] for at in axes)) == shapes
-    return HeadSteps(*((), ()) if is_whole else (shapes, atoms), axes)
+    return LayoutSteps(*((), ()) if is_whole else (shapes, atoms), axes)
 
 
 def _dimensions(old: NamedLeaf, new: NamedLeaf, is_turned: bool) -> tuple[dict[str, int], list[list[list[str]]]]:

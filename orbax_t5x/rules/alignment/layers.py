@@ -218,8 +218,8 @@ class _Stack:
         ]
 
     @property
-    def bags(self) -> collections.Counter[Any]:
-        """Shapes of the layers' leaves, with how many there are."""
+    def sizes(self) -> collections.Counter[Any]:
+        """Sizes of the layers' leaves, with how many there are."""
         return collections.Counter(_size_of(_without(leaf.shape, self.axis)) for leaf in self.leaves)
 
     def fits(self, modules: Mapping[int, Mapping[Path, Shape]]) -> int:
@@ -233,10 +233,10 @@ def _common_stacks(sides: Sequence[Sequence[NamedLeaf]]) -> list[list[_Stack]]:
     every = [list(_possible_stacks(leaves)) for leaves in sides]
     found: list[list[_Stack]] = []
     for mine, others in (every, every[::-1]):
-        bags = {(stack.count, frozenset(stack.bags.items())) for stack in others}
+        bags = {(stack.count, frozenset(stack.sizes.items())) for stack in others}
         fitting: dict[Path, list[_Stack]] = {}
         for stack in mine:
-            if (stack.count, frozenset(stack.bags.items())) in bags:
+            if (stack.count, frozenset(stack.sizes.items())) in bags:
                 fitting.setdefault(stack.before, []).append(stack)
         found.append([])
         for before, some in sorted(fitting.items(), key=lambda item: len(item[0])):
@@ -300,7 +300,7 @@ def _stacks(
     for before in sorted(below, key=len):
         leaves = below[before]
         is_before_number = {type(key) for leaf in leaves for key in leaf.path[len(before) :][:1]} == {int}
-        if is_before_number or any(leaf.name in taken for leaf in leaves) or (before and is_of_attention(before)):
+        if is_before_number or any(leaf.name in taken for leaf in leaves) or is_of_attention(before):
             continue
         ways: list[tuple[int, int, int]] = []
         depth = _depth(before, own)

@@ -13,13 +13,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from orbax_t5x.rules.alignment.layers import LAYER, Shape
-from orbax_t5x.rules.alignment.words import is_position_bias, meanings, words_of
+from orbax_t5x.rules.alignment.words import INPUTS, OF_ATTENTION, OF_MLP, is_position_bias, meanings, words_of
 
 ATTENTION, CROSS, MLP = "attention", "cross_attention", "mlp"
 _NORM_OF = {ATTENTION: "pre_attention_layer_norm", CROSS: "pre_cross_attention_layer_norm", MLP: "pre_mlp_layer_norm"}
-_INPUTS = frozenset({"query", "key", "value"})
-_OF_ATTENTION = frozenset({"attention", "mha"})
-_OF_MLP = frozenset({"mlp", "moe", "experts"})
 _OF_ANOTHER_TOWER = frozenset({"cross", "encoder", "src", "source", "memory", "context"})
 _AFTER = frozenset({"post", "after"})
 _FIRST, _LAST = frozenset({"input", "before", "self", "sa"}), frozenset({"final", "output"})
@@ -87,7 +84,7 @@ class _Layer:
                 if found != MLP and size < len(module):
                     self.nodes[template[:size]] = found
                 return found
-        return ATTENTION if _projections(module) & _INPUTS else None
+        return ATTENTION if _projections(module) & INPUTS else None
 
     @property
     def order(self) -> list[str]:
@@ -96,7 +93,7 @@ class _Layer:
         if None in found and not self._has_unnamed_mlp():
             return []
         heads = {word for name, its in self.sublayers.items() if its == ATTENTION for word in _projections(name)}
-        if len(heads & _INPUTS) < 2 or sum(its == ATTENTION for its in self.nodes.values()) > 1:
+        if len(heads & INPUTS) < 2 or sum(its == ATTENTION for its in self.nodes.values()) > 1:
             return []
         return [one for one in (ATTENTION, CROSS, MLP) if one in found or (one == MLP and self._has_unnamed_mlp())]
 
@@ -114,8 +111,8 @@ class _Layer:
         found = {node: "encoder_decoder_attention" if its == CROSS else ATTENTION for node, its in self.nodes.items()}
         for node in self.nodes:
             its = {_module(name) for name in self.sublayers if name[: len(node)] == node}
-            unknown = [module for module in its if not _projections(module) & _INPUTS]
-            if len(unknown) == 1 and _INPUTS <= frozenset().union(*map(_projections, its)):
+            unknown = [module for module in its if not _projections(module) & INPUTS]
+            if len(unknown) == 1 and INPUTS <= frozenset().union(*map(_projections, its)):
                 found[unknown[0]] = "out"
         return found
 
@@ -204,9 +201,9 @@ class _Layer:
 
 def _sublayer(part: str) -> str | None:
     words = frozenset(words_of(part))
-    if words & _OF_ATTENTION:
+    if words & OF_ATTENTION:
         return CROSS if words & _OF_ANOTHER_TOWER else ATTENTION
-    return MLP if words & _OF_MLP else None
+    return MLP if words & OF_MLP else None
 
 
 def _module(template: Template) -> Template:
@@ -221,7 +218,7 @@ def _module(template: Template) -> Template:
 
 def _projections(template: Template) -> frozenset[str]:
     found = meanings(_module(template)[-1])
-    return _INPUTS if "fused" in found else found.get("projection", frozenset())
+    return INPUTS if "fused" in found else found.get("projection", frozenset())
 
 
 def _numbered(part: str) -> tuple[str, int]:

@@ -23,10 +23,10 @@ _ARRAYS = frozenset({"kernel", "scale", "embedding"})
 ROOTS = frozenset({"params", "target", "model", "module"})
 """Parts that hold a whole model."""
 _OF_ANY_MODEL = ROOTS | {"module:layers", "kind:bias"}
-_FUSED = frozenset({"query", "key", "value"})
-_ATTENTIONS = frozenset({"attention", "mha"})
-_HEADED = frozenset({"query", "key", "value", "out"})
-_EXPERTS = frozenset({"mlp", "expert", "experts", "moe", "router"})
+INPUTS = frozenset({"query", "key", "value"})
+"""Projections into an attention."""
+OF_ATTENTION = frozenset({"attention", "mha"})
+OF_MLP = frozenset({"mlp", "moe", "expert", "experts", "router"})
 # Deeper names are no model's; their last parts count as one.
 _MOST_KEYS = 64
 
@@ -167,7 +167,7 @@ def meanings(part: str) -> Mapping[str, frozenset[str]]:
     known = _known_words().get("_".join(words))
     if known is None and not _FILLERS.isdisjoint(words):
         known = _known_words().get("_".join(word for word in words if word not in _FILLERS))
-    if known is None and ("qkv" in words or len(_FUSED.intersection(words)) > 1):
+    if known is None and ("qkv" in words or len(INPUTS.intersection(words)) > 1):
         return {"fused": frozenset({"_".join(words)})}
     return known or {}
 
@@ -193,7 +193,7 @@ def is_of_attention(path: Path) -> bool | None:
     parts = [key for key in path if isinstance(key, str)]
     words = {word for part in parts for word in words_of(part)}
     projections = {word for part in parts for word in meanings(part).get("projection", ())}
-    return False if words & _EXPERTS else bool(words & _ATTENTIONS or projections & _HEADED) or None
+    return False if words & OF_MLP else bool(words & OF_ATTENTION or projections & {*INPUTS, "out"}) or None
 
 
 def is_position_bias(part: str) -> bool:
