@@ -19,7 +19,7 @@ LeadsToTarget = Callable[[Sequence[int], bool], bool]
 options permit."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ResumeContext:
     """Facts of a restore for a decision, beside the record.
 
@@ -51,7 +51,7 @@ class ResumeContext:
         return make_entry(self.source, self.format, chain, is_resuming=answer, continues=continues)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Decision:
     """Outcome of a decision.
 

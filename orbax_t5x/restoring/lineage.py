@@ -69,7 +69,7 @@ ANY_RESTORE = Caller()
 """A restore or a plan that is not a handler's restore of its own step."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SourceHistory:
     """Records of sources about transforms applied before."""
 

@@ -45,7 +45,7 @@ _partial_rules = on_demand.function("orbax_t5x.restoring.diagnose.partial_rules"
 _warnings_of_scales = on_demand.function("orbax_t5x.transforms.dequantize", "warnings_of_scales")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PlanInputs:
     """Inputs of a plan: sources, target, transforms, decisions.
 

@@ -62,7 +62,7 @@ OneOrPath = UserPath | Checkpoint | Source
 AnySource = OneOrPath | Mapping[str, OneOrPath]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class OpenSources:
     """Open sources of a restore."""
 

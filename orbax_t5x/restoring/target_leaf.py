@@ -27,7 +27,7 @@ _ORBAX = "orbax."
 _GIVE_MESH = "call this within `with jax.set_mesh(mesh):` of a mesh with these axes, or give NamedShardings on a mesh"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TargetLeaf:
     """Description of a leaf of the target.
 

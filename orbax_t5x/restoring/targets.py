@@ -32,7 +32,7 @@ def is_parameter_name(name: str) -> bool:
     return name.partition("/")[0] in _MODEL_PARAMETERS
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Target:
     """A flattened target.
 

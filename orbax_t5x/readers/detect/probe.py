@@ -20,7 +20,7 @@ _TAIL_BYTES = 16
 _SSTABLE_MAGIC = bytes.fromhex("57fb808b247547db")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PathProbe:
     """Result of a probe of a path.
 

@@ -106,7 +106,7 @@ class ReadableRange(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class StoredRange(abc.ABC):
     """Array at `offset` of a file, in an encoding of its own.
 
@@ -140,7 +140,7 @@ class StoredRange(abc.ABC):
         return None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ByteRange(StoredRange):
     """A row-major array in a byte range.
 

@@ -36,7 +36,7 @@ _DEVICE_MEMORY = (None, "device")
 _STAGING_UNIT = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class BufferLayout:
     """Layout of this process's boxes of an array in an allocation.
 
