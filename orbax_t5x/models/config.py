@@ -163,8 +163,10 @@ def _config_of_leaves(leaves: Mapping[str, Any]) -> T5Config:
     """Returns the config of parameters with T5X's minimal names."""
     shapes: dict[str, tuple[int, ...]] = {name: tuple(getattr(leaf, "shape", ())) for name, leaf in leaves.items()}
     vocab, embed = shapes[_EMBEDDING]
-    per_layer_bias = "encoder/relpos_bias/rel_embedding" not in shapes
-    heads, buckets = shapes[f"encoder/{'layers_0/' if per_layer_bias else ''}relpos_bias/rel_embedding"]
+    # A tower of one layer looks alike with a bias in each layer; the other tower tells.
+    biases = {name: shape for name, shape in shapes.items() if name.endswith("/relpos_bias/rel_embedding")}
+    per_layer_bias = any("/layers_" in name for name in biases)
+    heads, buckets = next(shape for name, shape in biases.items() if name.startswith("encoder/"))
     query = shapes["encoder/layers_0/attention/query/kernel"]
     gated = "encoder/layers_0/mlp/wi_0/kernel" in shapes
     encoder_only = not any(name.startswith("decoder/") for name in shapes)

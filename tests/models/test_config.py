@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -137,6 +138,16 @@ def test_config_json_decides_the_function(tmp_path, kind, change, wanted):
 def test_what_the_models_do_not_compute_is_refused_by_its_key(tmp_path, kind, change, match):
     with pytest.raises(ValueError, match=match):
         config_of(copy_with(tmp_path, kind, change))
+
+
+def test_an_encoder_of_one_layer_may_have_a_bias_in_each(tmp_path):
+    copy = copy_with(tmp_path, "umt5", {"num_layers": 1, "num_decoder_layers": 2})
+    leaves = safetensors.numpy.load_file(copy / "model.safetensors")
+    kept = {name: leaf for name, leaf in leaves.items() if not re.match(r"encoder\.block\.[12]\.", name)}
+    kept |= {n.replace(".block.0.", ".block.1."): leaf for n, leaf in kept.items() if n.startswith("decoder.block.0.")}
+    safetensors.numpy.save_file(kept, copy / "model.safetensors")
+    found = config_of(copy)
+    assert (found.per_layer_bias, found.encoder_layers, found.decoder_layers) == (True, 1, 2)
 
 
 def test_a_config_that_is_no_json_is_no_config(tmp_path):
