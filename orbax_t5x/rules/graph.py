@@ -20,6 +20,7 @@ from orbax_t5x.rules.pack import PackCall, RulePack, join_packs, names_of_layout
 
 _HEADS = ("num_heads", "head_dim")
 _AXIS = ("scan_axis",)
+_BIASES = ("bias_per_layer",)
 _PARTS = (*_AXIS, "subblocks")
 
 _logger = logging.getLogger(__name__)
@@ -90,8 +91,8 @@ EDGES = (
     Edge("hugging face", "minimal", "hf_t5_to_t5x", r"(?:^|[./])(?:encoder|decoder)\.block\.\d+\.layer\."),
     Edge("hugging face flax", "minimal", "hf_flax_t5_to_t5x", r"(?:^|/)(?:encoder|decoder)/block/\d+/layer/"),
     Edge("mesh tf", "minimal", "mesh_tf_to_t5x", r"^(?:encoder|decoder|transformer)/block_\d+/", has_way_back=False),
-    Edge("minimal", "unscanned", "t5_minimal_to_unscanned", arguments=_HEADS),
-    Edge("minimal", "scanned", "t5_minimal_to_scanned", arguments=(*_HEADS, *_AXIS)),
+    Edge("minimal", "unscanned", "t5_minimal_to_unscanned", arguments=(*_HEADS, *_BIASES)),
+    Edge("minimal", "scanned", "t5_minimal_to_scanned", arguments=(*_HEADS, *_AXIS, *_BIASES)),
     Edge("unscanned", "scanned", "t5_unscanned_to_scanned", arguments=_AXIS),
     # Flaxformer's heads are joined.
     Edge("minimal", "scanned with joined heads", "t5_unscanned_to_scanned", arguments=_AXIS),

@@ -48,7 +48,8 @@ def packs_between(source: Layout, target: Layout) -> list[RulePack] | None:
     if path is None or axes is None:
         return None
     heads = next(filter(None, (heads_of(end, axes.get(end.kind)) for end in (source, target))), None)
-    dimensions = {} if heads is None else {"num_heads": heads[0], "head_dim": heads[1]}
+    dimensions: dict[str, Any] = {} if heads is None else {"num_heads": heads[0], "head_dim": heads[1]}
+    dimensions["bias_per_layer"] = source.has_own_biases or target.has_own_biases
     packs: list[RulePack] = []
     for step in path:
         stacked = next((end for end in (source, target) if end.kind == step.edge.target and end.is_scanned), None)

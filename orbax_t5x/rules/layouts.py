@@ -15,6 +15,7 @@ from typing import Any
 from orbax_t5x.optim.containers import find_roots
 from orbax_t5x.optim.factored_state import is_step
 from orbax_t5x.rules.graph import marked_layouts
+from orbax_t5x.rules.leaf_table import BIAS
 from orbax_t5x.transforms.prefix import is_no_parameter
 from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.named_leaves import named_leaves
@@ -55,6 +56,11 @@ class Layout:
     def is_scanned(self) -> bool:
         """True if layers are stacked on an axis."""
         return "scanned" in self.kind.split()
+
+    @property
+    def has_own_biases(self) -> bool:
+        """True if a minimal T5 has biases per layer (umT5)."""
+        return self.kind == "minimal" and any(rest == BIAS for _, rest in self.shapes)
 
     def __str__(self) -> str:
         depths = ", ".join(f"{tower} of {depth} layers" for tower, depth in self.depths.items())

@@ -241,7 +241,7 @@ def t5x_table(
     for tower in SUBLAYERS:
         if "layer" in biases:
             in_layers[f"{tower}/layers_*/{BIAS}"] = "H*"
-        if "tower" in biases and scan_axis is None:
+        if "tower" in biases:
             leaves[f"{tower}/{BIAS}"] = ("H*",)
         if experts:
             in_layers.update({f"{tower}/layers_*/{name}": letters for name, letters in _IN_LAYERS.items()})

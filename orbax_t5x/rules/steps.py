@@ -123,8 +123,9 @@ class MergeEqualLayers(Transform):
     into: str
     unless_target: str | None = None
 
-    def _stays(self, match: re.Match[str], new: str, target: FlatState) -> bool:
+    def _stays(self, layers: Sequence[re.Match[str]], new: str, target: FlatState) -> bool:
         """Tests if the target has a bias of each layer."""
+        match = layers[0]
         if self.unless_target and has_leaf(target, _fill_groups(self.unless_target, match)):
             return True
         # What a later pack makes of it.
@@ -133,22 +134,16 @@ class MergeEqualLayers(Transform):
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         regex = compile_pattern(self.pattern, "rules")
         result = NewState(diagnostics)
-        towers: dict[str, list[tuple[int, str]]] = {}
-        stays: dict[str, bool] = {}
+        towers: dict[str, list[re.Match[str]]] = {}
+        for match in filter(None, map(regex.fullmatch, state)):
+            towers.setdefault(match.expand(self.into), []).append(match)
+        towers = {new: layers for new, layers in towers.items() if not self._stays(layers, new, target)}
+        merged_names = {match.string for layers in towers.values() for match in layers}
         for name, value in state.items():
-            match = regex.fullmatch(name)
-            if match is None:
+            if name not in merged_names:
                 result.put(name, value, name)
-                continue
-            new = match.expand(self.into)
-            if new not in stays:
-                stays[new] = self._stays(match, new, target)
-            if stays[new]:
-                result.put(name, value, name)
-            else:
-                towers.setdefault(new, []).append((int(match["i"]), name))
         for new, layers in towers.items():
-            names = [name for _, name in sorted(layers)]
+            names = [match.string for match in sorted(layers, key=lambda match: int(match["i"]))]
             rule = f"one of {len(names)} layers' that must be equal"
             equal = functools.partial(all_equal, advice="with bias_per_layer=True the pack keeps a bias in each layer")
             merged = combine_leaves([(name, state[name]) for name in names], equal, diagnostics, becomes=new, rule=rule)
@@ -161,9 +156,17 @@ class MergeEqualLayers(Transform):
 class MergeWhereWanted(MergeEqualLayers):
     """Merge only if the target has a leaf per tower."""
 
-    def _stays(self, match: re.Match[str], new: str, target: FlatState) -> bool:
+    def _stays(self, layers: Sequence[re.Match[str]], new: str, target: FlatState) -> bool:
         is_wanted = new in target or has_bias_of_tower(target, new.split("/")[-3])
-        return not is_wanted or super()._stays(match, new, target)
+        return not is_wanted or super()._stays(layers, new, target)
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeAlone(MergeEqualLayers):
+    """Merge only in a tower of one layer."""
+
+    def _stays(self, layers: Sequence[re.Match[str]], new: str, target: FlatState) -> bool:
+        return len(layers) > 1 or super()._stays(layers, new, target)
 
 
 @dataclasses.dataclass(frozen=True)

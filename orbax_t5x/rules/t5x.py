@@ -13,7 +13,7 @@ from typing import Any
 
 from orbax_t5x.rules.leaf_table import LeafTable, fused_leaves, t5x_table
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
-from orbax_t5x.rules.steps import HeadsCheck, MergeEqualLayers, MergeWhereWanted, RepeatPerLayer
+from orbax_t5x.rules.steps import HeadsCheck, MergeAlone, MergeEqualLayers, MergeWhereWanted, RepeatPerLayer
 from orbax_t5x.rules.subblocks import stack_subblocks, unstack_subblocks
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
@@ -137,11 +137,11 @@ def t5_minimal_to_scanned(
     heads, dim = _checked_heads(num_heads, head_dim)
     axis = operator.index(scan_axis)
     given = (("num_heads", heads), ("head_dim", dim), *_axis_argument(axis), *_bias_argument(bias_per_layer))
-    merge = () if bias_per_layer else (bias_per_tower(),)
+    merge = bias_per_tower(MergeAlone if bias_per_layer else MergeEqualLayers)
     return pack_of(
         PackCall("t5_minimal_to_scanned", given),
         _follow((_bias_per_layer(axis), *_split_heads(heads, dim), _stack(axis)), axis),
-        _follow((_unstack(axis), *_join_heads(heads, dim), *merge), axis),
+        _follow((_unstack(axis), *_join_heads(heads, dim), merge), axis),
         example=_MINIMAL_EXAMPLE,
         back_example=_SCANNED_EXAMPLE,
         _before=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
@@ -166,14 +166,14 @@ def t5_minimal_to_unscanned(
       >>> jax.tree.map(np.shape, ot.rules.t5_minimal_to_unscanned(num_heads=2, head_dim=8)(state, {}))
       {'target': {'encoder': {'layers_0': {'attention': {'query': {'kernel': (16, 2, 8)}}}}}}
     """
-    merge = () if bias_per_layer else (bias_per_tower(),)
+    merge = bias_per_tower(MergeAlone if bias_per_layer else MergeEqualLayers)
     if num_heads is None and head_dim is None:
         known = t5x_table("", heads=("joined", "split"), transient_global=True).leaves
         leaves = LeafTable("T5X's unrolled T5", {**known, **fused_leaves()})
         return pack_of(
             PackCall("t5_minimal_to_unscanned", _bias_argument(bias_per_layer)),
             _follow((_bias_per_layer(None),), None),
-            _follow(merge, None),
+            _follow((merge,), None),
             example=_MINIMAL_EXAMPLE,
             back_example=_MINIMAL_EXAMPLE,
             _leaves=leaves,
@@ -183,7 +183,7 @@ def t5_minimal_to_unscanned(
     return pack_of(
         PackCall("t5_minimal_to_unscanned", (("num_heads", heads), ("head_dim", dim), *_bias_argument(bias_per_layer))),
         _follow((_bias_per_layer(None), *_split_heads(heads, dim)), None),
-        _follow((*_join_heads(heads, dim), *merge), None),
+        _follow((*_join_heads(heads, dim), merge), None),
         example=_MINIMAL_EXAMPLE,
         back_example=_MINIMAL_EXAMPLE,
         _before=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),

@@ -177,3 +177,25 @@ def test_arguments_are_those_of_the_kind(encoder_only):
         jax.eval_shape(linen.T5(config).init, jax.random.key(0), *wrong)
     with pytest.raises(TypeError, match="is called with"):
         nnx_models.T5(config, rngs=nnx.Rngs(0))(*wrong)
+
+
+@pytest.mark.parametrize("kind", ["t5_1_1", "umt5"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"split_heads": True}, {"scan_layers": True}], ids=["joined", "split", "scanned"]
+)
+def test_the_rules_that_are_found_lead_back_without_a_target(kind, layout, tmp_path):
+    """Biases of each layer stay so, and a tower's beside stacked layers is found again."""
+    config = config_of(KINDS / kind)
+    config = dataclasses.replace(config, **layout, per_layer_bias=config.has_per_layer_bias)
+    ids, logits = expected(kind)
+    model = linen.T5(config)
+    target = {"params": jax.eval_shape(model.init, jax.random.key(0), *ids)["params"]}
+    plan = ot.plan_restore(KINDS / kind, target, "auto")
+    assert cell(jax.jit(model.apply)(plan.execute(), *ids), logits) == "equal"
+    ot.convert(KINDS / kind, tmp_path / "orbax", plan.found_rules)
+    with ot.open_checkpoint(KINDS / kind) as opened:
+        there = ot.plan_restore(tmp_path / "orbax", opened.tree(), "auto").found_rules
+        ways = [there, ot.transforms.inverse(plan.found_rules, opened.leaves)]
+    for number, rules in enumerate(ways):
+        ot.convert(tmp_path / "orbax", tmp_path / f"back{number}", rules, format="safetensors")
+        assert ot.diff(tmp_path / f"back{number}", KINDS / kind).equal
