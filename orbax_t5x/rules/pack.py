@@ -11,7 +11,7 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy.read_stats import counting_reads, note_read
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import leaves_text, listed
-from orbax_t5x.transforms.base import AnyTransform, Transform
+from orbax_t5x.transforms.base import AnyTransform, Given, Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.dequantize import MARKER, QUANTIZED_ELSEWHERE, UNKNOWN_FORM, multiplied_by, notes_beside
 from orbax_t5x.transforms.diagnostics import Application, Diagnostics
@@ -86,7 +86,9 @@ class RulePack(Chain):
       True
     """
 
-    back: tuple[AnyTransform, ...] = ()
+    # Its name tells both ways, in records, too.
+    steps: Given[Iterable[AnyTransform], tuple[AnyTransform, ...]] = dataclasses.field(repr=False)
+    back: tuple[AnyTransform, ...] = dataclasses.field(default=(), repr=False)
     name: str = ""
     example: str = ""
     back_example: str = ""

@@ -29,6 +29,12 @@ def test_shapes_and_axes_are_no_lists_of_rules():
     assert texts_of(record_rules(follow)) == [f"FollowOptimizer({text})" for text in texts]
 
 
+def test_a_pack_is_recorded_by_its_name():
+    one, other = ot.rules.hf_t5_to_t5x(), ot.rules.t5_minimal_to_scanned(2, 4).inverse()
+    told = ["rules.hf_t5_to_t5x()", "rules: inverse of t5_minimal_to_scanned(num_heads=2, head_dim=4)"]
+    assert texts_of(record_rules([one, other])) == told
+
+
 def test_rules_are_recorded_one_by_one():
     rules = [("a/(.*)", r"b/\1"), ("c", None)]
     assert entry(T.AssignmentMap(rules))["transforms"] == [
