@@ -234,6 +234,42 @@ def test_imports_stand_at_the_top():
     assert found.keys() == IMPORTS_IN_FUNCTIONS.keys()
 
 
+_TEXT_TESTS = frozenset(("search", "match", "fullmatch", "findall", "startswith", "endswith", "find", "index", "count"))
+
+
+def decisions_by_message(tree: ast.AST) -> list[int]:
+    """Lines on which the text of a caught error is compared or searched.
+
+    Native errors have no kind but their text: `files/native_errors.py` parses it, for all.
+    """
+
+    def is_text(node: ast.AST, caught: set[str]) -> bool:
+        match node:
+            case ast.Call(func=ast.Name(id="str" | "repr"), args=[ast.Name(id=name)]):
+                return name in caught
+            case ast.Attribute(value=ast.Name(id=name), attr="message" | "args" | "strerror"):
+                return name in caught
+        return False
+
+    lines: list[int] = []
+    for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name):
+        caught = {str(handler.name)}
+        for node in ast.walk(handler):
+            is_test = isinstance(node, ast.Compare) or (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TEXT_TESTS
+            )
+            if is_test and any(is_text(part, caught) for part in ast.walk(node)):
+                lines.append(node.lineno)
+    return lines
+
+
+def test_no_code_decides_by_the_text_of_an_error():
+    seeded = "try:\n  f()\nexcept OSError as e:\n  a = 'x' in str(e) or e.args[0] == 1 or re.search('x', e.message)\n"
+    assert decisions_by_message(ast.parse(seeded)) == [4, 4, 4]
+    found = {module_name(path): decisions_by_message(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")}
+    assert {module for module, lines in found.items() if lines} == set()
+
+
 def test_every_module_says_what_it_is():
     assert [module for module in MODULES if not ast.get_docstring(tree_of(module))] == []
 
