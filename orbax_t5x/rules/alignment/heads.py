@@ -124,9 +124,12 @@ def _dimensions(old: NamedLeaf, new: NamedLeaf, is_turned: bool) -> tuple[dict[s
     if old.full or new.full:
         sizes: dict[str, int] = dict(zip(("heads", "size"), old.full or new.full, strict=True))
         return sizes, [[["heads"], ["size"]] if leaf.full else [["heads", "size"]] for leaf in (old, new)]
-    sizes = {str(at): size for at, size in enumerate(size for size in old.shape if size != 1)}
+    # Dimensions of 1 are left out but for kernels, which have them in both arrays.
+    sizes = {str(at): size for at, size in enumerate(size for size in old.shape if size != 1 or old.order)}
     groups = []
     for leaf in (old, new):
         labels = iter(reversed(sizes) if is_turned and leaf is new else sizes)
-        groups.append([[next(labels)] if size != 1 else [] for size in leaf.shape])
+        groups.append([[next(labels)] if size != 1 or old.order else [] for size in leaf.shape])
+    if old.order:
+        groups[0] = [groups[0][old.order.index(at)] for at in range(len(old.order))]
     return sizes, groups

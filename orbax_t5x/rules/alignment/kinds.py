@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.rules.alignment.heads import heads_of, with_matrices
+from orbax_t5x.rules.alignment.kernels import with_kernels
 from orbax_t5x.rules.alignment.layers import LAYER, NamedLeaf, Shape, bag_of, leaves_and_layers, lists_of
 from orbax_t5x.rules.alignment.roles import roles_of
 from orbax_t5x.rules.alignment.words import (
@@ -42,6 +43,7 @@ class LeafKind:
       usual: the template by the words of roles.
       heads: their number and size in an array whose `shape` joins them; empty for other arrays.
       width: the dimension of such an array that is the model's width.
+      is_ordered: whether `shape` is in the other side's order of dimensions.
     """
 
     template: Template
@@ -52,6 +54,7 @@ class LeafKind:
     usual: Template = ()
     heads: Shape = ()
     width: int | None = None
+    is_ordered: bool = False
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
@@ -232,7 +235,7 @@ class Sides:
 
     def __init__(self, ours: Sequence[NamedLeaf], theirs: Sequence[NamedLeaf]):
         sides, layers = leaves_and_layers(ours, theirs)
-        sides = with_matrices(sides)
+        sides = with_matrices(with_kernels(sides))
         # Without dimensions of 1 where the other side has none of the shape.
         bags = [{bag_of(leaf.shape, leaf.dtype) for leaf in side} for side in sides]
         ours_and_theirs = [_kinds(side, its, other) for side, its, other in zip(sides, layers, bags[::-1], strict=True)]
@@ -314,7 +317,8 @@ def _kinds(
         bag = bag_of(leaf.shape, leaf.dtype)
         if bag not in other and 1 in leaf.shape:
             bag = bag_of(tuple(size for size in leaf.shape if size != 1), leaf.dtype)
-        new = LeafKind(template, parts, leaf.shape, bag, heads=heads_of(leaf), width=leaf.width)
+        heads = heads_of(leaf)
+        new = LeafKind(template, parts, leaf.shape, bag, heads=heads, width=leaf.width, is_ordered=bool(leaf.order))
         kind = found.setdefault((template, leaf.shape, bag, new.heads, new.width), new)
         kind.members[ranks] = leaf
     return list(found.values())

@@ -36,6 +36,7 @@ class NamedLeaf(NamedTuple):
       axis: of the layers.
       full: the shape with heads of an array whose `shape` joins these; empty for other arrays.
       width: the dimension of `full` that is the model's width.
+      order: of the array's dimensions in `shape`; empty for their own.
     """
 
     name: str
@@ -46,6 +47,7 @@ class NamedLeaf(NamedTuple):
     axis: int | None = None
     full: Shape = ()
     width: int | None = None
+    order: Shape = ()
 
 
 def bag_of(shape: Shape, dtype: str) -> tuple[Any, ...]:

@@ -35,6 +35,8 @@ class Turns:
 
     def of(self, source: LeafKind, target: LeafKind) -> bool | None:
         """Tests if kinds are transposed to each other; None if unknown."""
+        if source.is_ordered:
+            return False
         if not (source.is_matrix and target.is_matrix):
             is_same = source.last == target.last and self._sides.is_alike
             return None if not is_same and _has_other_order(target.shape) else False

@@ -229,4 +229,6 @@ def _pattern(names: Sequence[str], every: Collection[str]) -> str:
         pattern = f".*(?:{'|'.join(found)})" if len(found) > 1 else f".*{found[0]}"
         if not any(re.fullmatch(pattern, name) for name in others):
             return pattern
-    return "|".join(sorted({_NUMBER.sub(r"\\d+", re.escape(name)) for name in names}))
+    pattern = "|".join(sorted({_NUMBER.sub(r"\\d+", re.escape(name)) for name in names}))
+    # Layers of one name may differ.
+    return _alternatives(names) if any(re.fullmatch(pattern, name) for name in others) else pattern
