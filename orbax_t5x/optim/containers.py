@@ -101,7 +101,18 @@ def _by_container(leaves: Iterable[str]) -> tuple[dict[str, list[str]], list[str
     for name in leaves:
         container = _container_of(name)
         (bare if container is None else containers[container]).append(name)
+    # Modules may be called as containers are.
+    for module in [path for path in containers if _is_repeated(path, containers)]:
+        bare += containers.pop(module)
     return containers, bare
+
+
+def _is_repeated(path: str, containers: Mapping[str, list[str]]) -> bool:
+    """Tests if another container has moments of the leaves."""
+    last = path.rpartition("/")[2]
+    ends = {name[len(path) - len(last) :] for name in containers[path]}
+    rests = (name[len(other) :] for other, names in containers.items() if other != path for name in names)
+    return any(rest[found.end() :] in ends for rest in rests for found in re.finditer(f"/(?={re.escape(last)}/)", rest))
 
 
 def _roots_of(
@@ -185,14 +196,15 @@ def _parameters_of(
 ) -> list[str]:
     """Lists the roots of the trees repeated in a container."""
     votes: collections.Counter[str] = collections.Counter()
-    rests = {name: name[len(container) :].strip("/").split("/") for name in names}
-    for name, rest in rests.items():
-        shape = getattr(leaves[name], "shape", None)
+    arrays = 0
+    for name in names:
+        rest, leaf = name[len(container) :].strip("/").split("/"), leaves[name]
+        arrays += getattr(leaf, "shape", None) != ()
         votes.update(
-            root for stop in (len(rest), len(rest) - 1) for root in _longest(rest[:stop], shape, leaves, by_ending)
+            root for stop in (len(rest), len(rest) - 1) for root in _longest(rest[:stop], leaf, leaves, by_ending)
         )
     best = max(votes.values(), default=0)
-    if _LEAST_SHARE * best < len(rests):
+    if _LEAST_SHARE * best < arrays:
         return []
     found = [root for root, count in votes.items() if count == best]
     # What is inside a root is found as well, below a longer root.
@@ -211,11 +223,11 @@ def _nearest(container: str, roots: Sequence[str]) -> list[str]:
     return sorted(root for root in roots if nearness(root) == nearest)
 
 
-def _longest(parts: list[str], shape: Any, leaves: Mapping[str, Any], by_ending: Mapping[str, list[str]]) -> set[str]:
+def _longest(parts: list[str], leaf: Any, leaves: Mapping[str, Any], by_ending: Mapping[str, list[str]]) -> set[str]:
     """Returns the roots of parameters with the longest ending."""
     for start in range(len(parts)):
         end = "/".join(parts[start:])
-        roots = {root for root in by_ending.get(end, ()) if _fits(shape, leaves, f"{root}/{end}".strip("/"))}
+        roots = {root for root in by_ending.get(end, ()) if _fits(leaf, leaves[f"{root}/{end}".strip("/")])}
         if roots:
             return roots
     return set()
@@ -225,15 +237,22 @@ def _is_below(root: str, other: str) -> bool:
     return root != other and (not other or root.startswith(f"{other}/"))
 
 
-def _fits(shape: Any, leaves: Mapping[str, Any], param: str) -> bool:
+def _fits(leaf: Any, param: Any) -> bool:
     """Reports whether an optimizer's leaf has dimensions of a parameter.
 
     A number shows nothing beside an array: counts and hyperparameters may have a parameter's name.
     """
-    of_param = getattr(leaves[param], "shape", None)
+    shape, of_param = getattr(leaf, "shape", None), getattr(param, "shape", None)
     if shape is None or of_param is None:
         return True
+    if not shape and is_counted(leaf) and not is_counted(param):
+        return False
     return bool(shape or not of_param) and not collections.Counter(shape) - collections.Counter((*of_param, 1))
+
+
+def is_counted(leaf: Any) -> bool:
+    """Reports whether a leaf has integers."""
+    return getattr(getattr(leaf, "dtype", None), "kind", "") in tuple("biu")
 
 
 def base_of(name: str) -> str:
@@ -273,11 +292,7 @@ def rename_counts(
             renames[name] = wanted[new]
             have.add(new)
 
-    chains = {
-        before.removesuffix(tail[0]): after.removesuffix(tail[0])
-        for before, after in directories.items()
-        if (tail := _IN_CHAIN.search(before)) and after.endswith(tail[0])
-    }
+    chains = dict(map(_above_chain, directories.items()))
     for before, after in {**directories, **chains}.items():
         for name in state if before and after and before != after else ():
             if name.startswith(f"{before}/") and name not in renames:
@@ -286,6 +301,17 @@ def rename_counts(
     if all(len(names) == 1 for names in steps):
         rename(steps[0][0], _plain(steps[1][0]))
     return renames
+
+
+def _above_chain(directories: tuple[str, str]) -> tuple[str, str]:
+    """Removes the places in a chain that two directories share."""
+    before, after = directories
+    container = _container_of(f"{before}/")
+    while before != container and before.rpartition("/")[2] == after.rpartition("/")[2]:
+        if container is None and not _IN_CHAIN.search(before):
+            break
+        before, after = before.rpartition("/")[0], after.rpartition("/")[0]
+    return before, after
 
 
 def _is_of_optimizer(name: str) -> bool:

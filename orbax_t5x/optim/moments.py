@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_t5x.optim.containers import SLOT_MAP, STANDARD_ROOTS, base_of, find_roots
+from orbax_t5x.optim.containers import SLOT_MAP, STANDARD_ROOTS, base_of, find_roots, is_counted
 
 KIND_FIRST, KIND_LAST, GLUED = "{kind}/{param}", "{param}/{kind}", "{param}_slot"
 """Forms of a slot's name: Optax's, T5X's and Mesh TensorFlow's."""
@@ -183,7 +183,7 @@ class _StateSlots:
         is_number = leaf is not None and leaf.shape == ()
         is_scalar, fits = False, True
         if leaf is not None and param is not None:
-            if is_number and leaf.dtype.kind in "biu" and param.dtype.kind not in "biu":
+            if is_number and is_counted(leaf) and not is_counted(param):
                 return  # a counter
             is_scalar = is_number and param.shape != ()
             # Factored moments have some of the dimensions.
@@ -223,9 +223,11 @@ class _StateSlots:
                 for name, reading in found.items()
                 if reading.slot.param in arrays
             }
-            # Hyperparameters may have the name of a parameter that is a number.
-            only_numbers = all(one.is_number for found in free.values() for one in found.values())
-            if slots and (not only_numbers or arrays == self._params.keys()):
+            # Hyperparameters and fields of a state may have the name of a parameter that is a number.
+            may_be_others = any(
+                path.endswith("hyperparams") or self._sizes[path] > len(found) for path, found in free.items() if found
+            ) and all(one.is_number for found in free.values() for one in found.values())
+            if slots and (not may_be_others or arrays == self._params.keys()):
                 result.update(slots)
                 taken.update(path for path in free if path)
         return result

@@ -46,7 +46,7 @@ class Matcher:
       missing: the leaves of the target that nothing fills, in order.
       restores_nothing: whether there is no value for the target but what the fallback gives; valid after `entries`.
       unfilled: names of the target's leaves for which the state dict has nothing of their shape, in order; some of
-        them the fallback may fill.
+        them the fallback may fill. An optimizer's leaves that were reset are not among them.
     """
 
     def __init__(
@@ -298,8 +298,9 @@ class Matcher:
         return [pattern_text(one) for one in patterns if not any(map(one.fullmatch, self._leaves))]
 
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
-        self.unfilled.append(name)
         fidelity = self.diagnostics.fidelity.get(name, "")
+        if fidelity != "reset":
+            self.unfilled.append(name)
         value = None if self._fallback is None else self._fallback.leaves.get(name)
         may_fill = self._fillable is None or any(pattern.fullmatch(name) for pattern in self._fillable)
         if self._fillable is None or not may_fill:

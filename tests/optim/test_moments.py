@@ -220,3 +220,15 @@ def test_parameters_outside_given_roots_are_a_problem():
     _, diagnostics = run(tr.FollowOptimizer(inner, roots=[("params", "opt_state")]), source)
     assert [problem.kind for problem in diagnostics.problems] == ["optimizer"]
     assert "12 leaves of the optimizer have no parameter under these names" in diagnostics.problems[0].message
+
+
+def test_a_masked_number_by_itself_has_its_moments():
+    """Numbers in a tree of parameters only, beside fields and hyperparameters with the name of such a number."""
+    source = {"params/scale": np.float32(1), "params/w": np.ones(2), "opt_state/b/scale": np.float32(4)}
+    source |= {f"opt_state/b/{name}": np.float32(5) for name in ("best_value", "hyperparams/scale")}
+    moments = {"opt_state/a/mu/w": np.ones(2), "opt_state/b/inner_state/mu/scale": np.float32(2)}
+    result, _ = run(tr.FollowOptimizer(tr.Rename([("params/scale", "params/temperature")])), {**source, **moments})
+    assert result.keys() - source.keys() == {
+        *("params/temperature", "opt_state/a/mu/w", "opt_state/b/inner_state/mu/temperature")
+    }
+    assert {"opt_state/b/scale", "opt_state/b/hyperparams/scale"} <= result.keys()

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.lazy import View, as_view
+from orbax_t5x.lazy.several import average
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import FactorDims, Shape, possible_dims
-from orbax_t5x.transforms.follow.trace import CannotFollowError, KeptDims, Replay, Symbol, is_symbol, symbols_of
+from orbax_t5x.transforms.follow.trace import CannotFollowError, KeptDims, Replay, Symbol, symbol_below, symbols_of
 
 _FACTORED = ("v_row", "v_col")
 _SECOND_MOMENT = (*_FACTORED, "v")
@@ -76,7 +77,7 @@ def is_placeholder_for(leaf: Any, shape: Shape | None) -> bool:
 def move_leaves(param: NewParameter, rule_of: RuleOf) -> MovedLeaves:
     """Moves an optimizer's leaves for a new parameter."""
     moved = MovedLeaves()
-    if is_symbol(param.view) and all(
+    if symbol_below(param.view) is not None and all(
         param.wanted_shape(kind) in (None, _slot_shape(param.all_of(kind)[0])) for kind in param.kinds
     ):
         moved.leaves.update(next(iter(param.leaves.values())))
@@ -174,8 +175,7 @@ def _move_factored(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves) -> 
     v_row, v_col = (param.wanted_shape(kind) for kind in _FACTORED)
     rule = rule_of(param.path, len(shape))
     after = possible_dims(shape, v_row, v_col, rule, always_by_size=param.always_by_size)
-    tried = (_solve(param, old, new) for old in _dims_before(param, rule_of) for new in after)
-    solutions = [solution for solution in tried if solution is not None]
+    solutions = _solutions(param, rule_of, after) or _solutions(param, rule_of, after, averages=True)
     if len(solutions) == 1:
         leaves, approximate = solutions[0]
         moved.leaves.update(leaves)
@@ -185,6 +185,14 @@ def _move_factored(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves) -> 
     if solutions:
         reason = "rows and columns have ambiguous shapes: give FollowOptimizer(…, factors=[(pattern, dimensions)])"
     moved.reset.update(dict.fromkeys(_FACTORED, reason))
+
+
+def _solutions(
+    param: NewParameter, rule_of: RuleOf, after: Sequence[FactorDims], *, averages: bool = False
+) -> list[tuple[dict[str, Any], set[str]]]:
+    """Returns v_row and v_col for each choice of averaged dimensions."""
+    tried = (_solve(param, old, new, averages) for old in _dims_before(param, rule_of) for new in after)
+    return [solution for solution in tried if solution is not None]
 
 
 def _dims_before(param: NewParameter, rule_of: RuleOf) -> Iterator[dict[str, FactorDims]]:
@@ -200,17 +208,25 @@ def _dims_before(param: NewParameter, rule_of: RuleOf) -> Iterator[dict[str, Fac
 
 
 def _solve(
-    param: NewParameter, before: Mapping[str, FactorDims], after: FactorDims
+    param: NewParameter, before: Mapping[str, FactorDims], after: FactorDims, averages: bool
 ) -> tuple[dict[str, Any], set[str]] | None:
-    """Computes v_row and v_col for a choice, or returns None."""
+    """Computes v_row and v_col for a choice, or returns None.
+
+    With `averages` a mean of an old leaf over more dimensions will do.
+    """
     used: set[tuple[str, str]] = set()
 
     def leaf(symbol: Symbol, kept: KeptDims) -> View:
+        wanted = _large(kept, symbol.shape)
         for kind, keeps in zip(_FACTORED, before[symbol.name].kept(len(symbol.shape)), strict=True):
-            if _large(keeps, symbol.shape) == _large(kept, symbol.shape):
-                sizes = tuple(symbol.shape[dim] for dim in sorted(kept))
+            has = _large(keeps, symbol.shape)
+            if has == wanted or (averages and has > wanted):
                 used.add((symbol.name, kind))
-                return as_view(param.leaves[symbol.name][kind], name=symbol.name).reshape(sizes)
+                made = as_view(param.leaves[symbol.name][kind], name=symbol.name)
+                made = made.reshape([symbol.shape[dim] for dim in sorted(has)])
+                for axis, dim in reversed([*enumerate(sorted(has))]):
+                    made = made if dim in wanted else _mean(made, axis)
+                return made.reshape([symbol.shape[dim] for dim in sorted(kept)])
         raise CannotFollowError("no slot keeps these dimensions")
 
     leaves: dict[str, Any] = {}
@@ -225,6 +241,13 @@ def _solve(
         if not replay.is_exact or not used.isdisjoint(param.approximate):
             approximate.add(kind)
     return leaves, approximate
+
+
+def _mean(view: View, axis: int) -> View:
+    """Averages a view over an axis."""
+    before = (slice(None),) * axis
+    parts = [view[(*before, index)] for index in range(view.shape[axis])]
+    return average(parts, [1.0] * len(parts))
 
 
 def _large(kept: Iterable[int], shape: Sequence[int]) -> KeptDims:

@@ -25,7 +25,7 @@ from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.move import MovedLeaves, NewParameter, is_placeholder_for, move_leaves
 from orbax_t5x.transforms.follow.places import Places, Position
-from orbax_t5x.transforms.follow.trace import KeptDims, Replay, Symbol, is_symbol, symbol_for, symbols_of
+from orbax_t5x.transforms.follow.trace import KeptDims, Replay, Symbol, is_symbol, symbol_below, symbol_for, symbols_of
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_table
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import FlatState
@@ -177,7 +177,7 @@ class _OptimizerMover:
         # Slots that are approximate already: what is made of them is so, too.
         self._approximate = {name for name in slots if diagnostics.fidelity.get(name) == "approximate"}
         # How many new parameters each old one is copied to. With several, each will get only a part of the gradient.
-        self._copies = collections.Counter(value.leaf.name for value in moved.values() if is_symbol(value))
+        self._copies = collections.Counter(one.name for one in map(symbol_below, moved.values()) if one is not None)
         # position -> (state, parameter's path) -> kind -> name
         self._trees: dict[Position, dict[tuple[StateRoot, str], dict[str, str]]] = collections.defaultdict(dict)
         for tree, params in by_tree(slots).items():
@@ -257,7 +257,7 @@ class _OptimizerMover:
                     ),
                 )
                 moved = move_leaves(new_param, self._owner.rule_of)
-                if is_symbol(value) and self._copies[value.leaf.name] > 1:
+                if (copied := symbol_below(value)) is not None and self._copies[copied.name] > 1:
                     moved.approximate.update(moved.leaves)
                 moved.reset.update(lost)
             else:

@@ -108,7 +108,8 @@ class Places:
                 for one, has in self._target_kinds.items()
                 if one[1].startswith("{kind}") == old.kind_first and has.issuperset(kinds)
             ]
-            same = [one for one in same if one[0] == old.path] or same
+            inside = [one for one in same if f"/{one[0]}".endswith(f"/{old.path}")]  # a wrapper
+            same = [one for one in inside if one[0] == old.path] or inside or same
             if len(same) == 1 and (same[0] not in others or same[0][0] == old.path):
                 position = same[0]
         return SlotTree(place.state, *position), kinds

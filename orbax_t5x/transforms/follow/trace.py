@@ -87,6 +87,19 @@ def is_symbol(value: Any) -> bool:
     return isinstance(value, View) and isinstance(value.leaf, Symbol)
 
 
+def symbol_below(value: Any) -> Symbol | None:
+    """Returns the symbol below casts and added constants, or None."""
+    node = value.node if isinstance(value, View) else None
+    while isinstance(node, CastNode) or (isinstance(node, MappedNode) and _is_sum(node)):
+        node = node.input
+    return node.leaf if isinstance(node, LeafNode) and isinstance(node.leaf, Symbol) else None
+
+
+def _is_sum(node: MappedNode) -> bool:
+    """Tests if a constant was added to the values."""
+    return isinstance(node.function, AffineFunction) and node.function.scale == 1
+
+
 @dataclasses.dataclass
 class Replay:
     """Builder of a recorded graph of views over other leaves.
@@ -133,8 +146,8 @@ class Replay:
                 return self._pad(node, kept)
             case MappedNode() if self.of_parameters:
                 return View(dataclasses.replace(node, inputs=(self._build(node.input, kept).node,)))
-            case MappedNode(function=AffineFunction(scale=1.0)):
-                return self._build(node.input, kept)  # a constant was added
+            case MappedNode() if _is_sum(node):
+                return self._build(node.input, kept)
             case MappedNode():
                 raise CannotFollowError(f"its parameter was computed anew ({node.text})")
             case ScaledNode() if self.of_parameters:

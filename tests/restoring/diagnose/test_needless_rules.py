@@ -25,3 +25,12 @@ def test_rules_that_the_target_needs_stay():
     stored = {**ARRAYS, "old": np.zeros(2, np.float32)}
     rules = [T.Rename([("old", "new"), ("layer_0/bias", "bias")])]
     assert not any("transforms" in problem.fix.arguments for problem in problems_of(checkpoint(stored), target, rules))
+
+
+def test_transforms_stay_where_moments_cannot_follow():
+    """Leaving them out would give the leaf, and lose what they do to its parameter."""
+    leaves = {"params/w": np.ones((2, 3)), "opt_state/0/mu/w": np.ones((2, 3)), "opt_state/0/nu/w": np.ones((2, 3))}
+    doubled = [T.FollowOptimizer(T.Affine("params/w", 2.0))]
+    problems = problems_of(checkpoint(leaves), unflatten(leaves), doubled)
+    assert {problem.leaf for problem in problems} == {"opt_state/0/mu/w", "opt_state/0/nu/w"}
+    assert not any("transforms" in problem.fix.arguments for problem in problems)

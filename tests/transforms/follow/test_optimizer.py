@@ -146,6 +146,24 @@ def test_optax_adafactor_follows_where_that_is_exact():
     assert_close(result, expected)
 
 
+@pytest.mark.parametrize(("shape", "joined"), [((16, 4, 8), (16, 32)), ((4, 8, 16), (32, 16)), ((4, 2, 8), (8, 8))])
+def test_optax_adafactor_follows_joined_heads(shape, joined):
+    """A mean over more dimensions is made of the means over fewer: Optax averages heads only after they are joined."""
+
+    def tree(param, grad):
+        state = make().update({"w": grad}, make().init({"w": param}), {"w": param})[1]
+        return flatten({"params": {"w": param}, "opt_state": to_state_dict(state)})
+
+    def make():
+        return optax.adafactor(0.1, min_dim_size_to_factor=4, multiply_by_parameter_scale=False)
+
+    param, grad = np.ones(shape, np.float32), random_like({"w": np.ones(shape)}, 1)["w"]
+    expected = tree(param.reshape(joined), grad.reshape(joined))
+    result, diagnostics = run(tr.FollowOptimizer(tr.Reshape("params/w", joined)), tree(param, grad), expected)
+    assert diagnostics.problems == diagnostics.warnings == [] and "reset" not in diagnostics.fidelity.values()
+    assert_close(result, expected)
+
+
 # -- small trees
 
 

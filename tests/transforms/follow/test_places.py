@@ -28,3 +28,12 @@ def test_a_targets_container_gives_the_names():
         assert diagnostics.problems == [] and result.keys() == target.keys()
         for name, value in source.items():
             np.testing.assert_array_equal(result[names[name]], value, err_msg=name)
+
+
+def test_a_wrapper_takes_each_of_equal_states_to_its_place():
+    states = {f"opt_state/{label}/mu/{name}": (2,) for label, name in (("a", "v"), ("b", "w"))}
+    source = arrays({"params/v": (2,), "params/w": (2,), **states})
+    target = {name.replace("opt_state/", "opt_state/1/"): value for name, value in source.items()}
+    result, _ = run(tr.FollowOptimizer(tr.Rename([("params/absent", "params/x")], require_match=False)), source, target)
+    assert result.keys() == target.keys()
+    assert all(np.array_equal(result[name.replace("opt_state/", "opt_state/1/")], source[name]) for name in states)

@@ -89,3 +89,12 @@ def test_momentum_is_approximate_where_its_factors_are():
     _, diagnostics = run(tr.FollowOptimizer(tr.Pad("target/w", (None, 3))), source, target)
     kinds = {kind: diagnostics.fidelity[f"state/param_states/w/{kind}"] for kind in ("m", "v_row", "v_col")}
     assert kinds == {"m": "approximate", "v_row": "approximate", "v_col": "exact"}
+
+
+@pytest.mark.parametrize("transform", [tr.Cast("target/w", "bfloat16"), tr.Affine("target/w", offset=1.0)])
+def test_state_of_any_shape_stays_with_the_same_elements(transform):
+    """Novograd keeps a number for each parameter, SM3 the sums of each dimension."""
+    source = state({"w": W}, {"0/mu/w": W + 1, "0/nu/w": np.float32(3), "1/mu/w/0": np.ones(2), "1/mu/w/1": np.ones(3)})
+    result, diagnostics = run(tr.FollowOptimizer(transform), source)
+    assert diagnostics.problems == [] and result.keys() == source.keys()
+    assert all(np.array_equal(result[name], source[name]) for name in source if name != "target/w")
