@@ -11,22 +11,39 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from orbax_t5x.lazy import View, as_view
+from orbax_t5x.lazy import Box, View, as_view
 from orbax_t5x.transforms.arrays import Affine, Reshape, Transpose
 from orbax_t5x.transforms.assignment_map import AssignmentMap
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.follow.move import is_placeholder_for
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
-from orbax_t5x.transforms.layers import StackLayers, UnstackLayers, layer_group, written_layer_group
+from orbax_t5x.transforms.follow.trace import Symbol
+from orbax_t5x.transforms.layers import (
+    IN_BLOCK,
+    LAYER_NUMBER,
+    StackLayers,
+    UnstackLayers,
+    layer_group,
+    written_layer_group,
+)
 from orbax_t5x.transforms.names import Rename
-from orbax_t5x.transforms.patterns.inverted import escaped, inverted_rule, parse_rule, written_pattern, written_template
+from orbax_t5x.transforms.patterns.inverted import (
+    escaped,
+    inverted_rule,
+    literal,
+    parse_rule,
+    written_pattern,
+    written_template,
+)
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text, rule_table
+from orbax_t5x.transforms.repeat_layers import RepeatLayers
 from orbax_t5x.transforms.split_concat import Concat, Split
 from orbax_t5x.trees.flat import FlatState, flatten
 
@@ -56,25 +73,62 @@ def inverse(transforms: Any, source: Any = None) -> tuple[Any, ...]:
       ["Transpose('b/kernel')", "Rename((('b/(.*)', 'a/\\\\1'),))"]
     """
     steps = tuple(transforms) if isinstance(transforms, Sequence) else (transforms,)
-    leaves = None if source is None else _abstract(flatten(source))
+    if source is None:
+        return tuple([back for step in reversed(steps) for back in _inverse_of(step, None)])
+    return tuple(_checked_inverses(steps, _abstract(flatten(source)))[0])
+
+
+def _checked_inverses(steps: Iterable[Any], leaves: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the inverses of steps, and the leaves after them."""
     back: list[Any] = []
     for step in steps:
-        found: list[Any] | None
-        try:
-            found = _inverse_of(step, leaves)
-        except ValueError:
-            if leaves is None or not isinstance(step, Rename | StackLayers):
-                raise
-            found = None
-        if leaves is not None:
-            # A rule of an assignment map looks up the old name of a new one.
-            forwards = step if not isinstance(step, AssignmentMap) else Rename(_turned(step.rules, "AssignmentMap"))
-            after = _applied([forwards], leaves, {})
-            if found is None or not _leads_back(found, after, leaves):
-                found = _single_names(forwards, leaves, after)
-            leaves = after
-        back[:0] = found or []
-    return tuple(back)
+        found, leaves = _checked_inverse(step, leaves)
+        back[:0] = found
+    return back, leaves
+
+
+def _checked_inverse(step: Any, leaves: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns an inverse that leads back, and the new leaves."""
+    if type(step) is Chain:
+        found, leaves = _checked_inverses(step.steps, leaves)
+        return [Chain(found)], leaves
+    if isinstance(step, FollowOptimizer):
+        leaves = leaves | _placeholders(step, leaves)
+    forwards = _forwards(step) if isinstance(step, Transform) else step
+    try:
+        found, reason = _inverse_of(step, leaves), None
+    except ValueError as error:
+        found, reason = None, error
+        if not isinstance(forwards, Rename | StackLayers | UnstackLayers | Split | Concat):
+            raise
+    after = _applied([forwards], leaves, {})
+    if found is None or not _leads_back(found, after, leaves):
+        found = _single_names(forwards, leaves, after)
+        if not _leads_back(found, after, leaves):
+            names = ", ".join(itertools.islice(leaves, _SHOWN_NAMES))
+            message = f"{step.describe()}: its way back leads elsewhere for these leaves ({names}, …)"
+            raise reason or ValueError(message)
+    return found, _abstract(after)
+
+
+def _placeholders(step: FollowOptimizer, leaves: dict[str, Any]) -> dict[str, Any]:
+    """Returns a single view for all slots that are not in use."""
+    names = step.slot_names(leaves)
+    params = {name: leaves.get(names.param_name(slot)) for name, slot in names.slots(leaves).items()}
+    found = [name for name, param in params.items() if is_placeholder_for(leaves[name], getattr(param, "shape", None))]
+    return dict.fromkeys(found, leaves[found[0]] if found else None)
+
+
+def _forwards(step: Transform) -> Transform:
+    """Replaces assignment maps, which need a target, by renamings."""
+    match step:
+        case AssignmentMap():
+            return Rename(_turned(step.rules, "AssignmentMap"), step.require_all_rules_match)
+        case Chain() if type(step) is Chain:
+            return Chain([_forwards(one) if isinstance(one, Transform) else one for one in step.steps])
+        case FollowOptimizer() if isinstance(step.transform, Transform):
+            return dataclasses.replace(step, transform=_forwards(step.transform))
+    return step
 
 
 def _abstract(leaves: Shapes) -> dict[str, Any]:
@@ -87,22 +141,29 @@ def _view(leaf: Any) -> Any:
         dtype = np.dtype(leaf.dtype)
     except TypeError:  # PRNG keys
         dtype = np.dtype(np.uint32)
-    return as_view(np.broadcast_to(np.zeros((), dtype), tuple(leaf.shape)))
-
-
-def _contents(state: FlatState) -> dict[str, Any]:
-    """Returns the shape and the origins of each leaf."""
-    return {
-        name: (value.shape, frozenset(map(id, value.leaves()))) if isinstance(value, View) else id(value)
-        for name, value in state.items()
-    }
+    return as_view(Symbol("", tuple(leaf.shape), dtype))
 
 
 def _leads_back(steps: Sequence[Any], after: FlatState, before: FlatState) -> bool:
     try:
-        return _contents(_applied(steps, after, before)) == _contents(before)
+        found = _applied(steps, after, before)
     except ValueError:  # a pattern matches more than what it is for
         return False
+    return found.keys() == before.keys() and all(_is_same(found[name], leaf) for name, leaf in before.items())
+
+
+def _is_same(view: Any, leaf: Any) -> bool:
+    """Tests if corners of a view are those of a leaf."""
+    if view is leaf or not (isinstance(view, View) and isinstance(leaf, View)):
+        return view is leaf
+    return view.shape == leaf.shape and all(view.requests(box) == leaf.requests(box) for box in _corners(view.shape))
+
+
+def _corners(shape: Sequence[int]) -> Iterator[Box]:
+    """Yields boxes of one element: the origin, and each axis' end."""
+    first = tuple((0, min(size, 1)) for size in shape)
+    yield first
+    yield from ((*first[:axis], (max(size - 1, 0), size), *first[axis + 1 :]) for axis, size in enumerate(shape))
 
 
 def _applied(steps: Iterable[Any], state: FlatState, target: FlatState) -> dict[str, Any]:
@@ -153,6 +214,9 @@ def _(step: Chain, source: Shapes | None) -> list[Any]:
 
 @_back.register
 def _(step: FollowOptimizer, source: Shapes | None) -> list[Any]:
+    if source is not None:
+        slots = step.slot_names(source).slots(source)
+        source = {name: leaf for name, leaf in source.items() if name not in slots}
     back = inverse(step.transform, source)
     return [dataclasses.replace(step, transform=back[0] if len(back) == 1 else Chain(back))]
 
@@ -211,19 +275,35 @@ def _(step: StackLayers, source: Shapes | None) -> list[Any]:
     layer = written_layer_group(rule.regex, "StackLayers")
     if layer is None:
         raise ValueError(f"{step.describe()}: name the group of the layer's number `i` for the way back")
-    pattern, numbers = written_pattern(rule.template(step.into), rule.groups)
+    first, *others = IN_BLOCK.split(step.into)
+    tokens = [*rule.template(first)]
+    for text in others[1::2]:
+        tokens += [_LAYER, *rule.template(text)]
+    pattern, numbers = written_pattern(tokens, {**rule.groups, _LAYER: r"\d+"})
     into = written_template(["{i}" if token == layer else token for token in rule.tokens], numbers)
+    if others:
+        into = into.replace("{i}", f"{{i*{others[0]}+\\g<{numbers[_LAYER]}>}}")
     return [UnstackLayers(pattern, into, step.axis, step.require_match)]
 
 
 @_back.register
 def _(step: UnstackLayers, source: Shapes | None) -> list[Any]:
-    rule, pieces = parse_rule(step.pattern, "UnstackLayers"), step.into.split("{i}")
-    if len(pieces) != 2:
-        raise ValueError(f"{step.describe()}: the way back needs one {{i}}, without a format, in {step.into!r}")
-    tokens = (*rule.template(pieces[0]), _LAYER, *rule.template(pieces[1]))
+    rule, (before, field, after) = parse_rule(step.pattern, "UnstackLayers"), _at_number(step)
+    tokens = (*rule.template(before), _LAYER, *rule.template(after))
     pattern, numbers = written_pattern(tokens, {**rule.groups, _LAYER: r"\d+"}, {_LAYER: "i"})
-    return [StackLayers(pattern, written_template(rule.tokens, numbers), step.axis, step.require_match)]
+    in_block = rule.template(field["first"])[1:2] if field["step"] else ()
+    if field["step"] and not in_block:
+        raise ValueError(f"{step.describe()}: {field['first']!r} is no group with the place in a block")
+    template = [f"{{i%{field['step']}}}" if token in in_block else token for token in rule.tokens]
+    return [StackLayers(pattern, written_template(template, numbers), step.axis, step.require_match)]
+
+
+def _at_number(step: UnstackLayers) -> tuple[str, re.Match[str], str]:
+    """Splits new names at the layer's number."""
+    field, *others = LAYER_NUMBER.finditer(step.into)
+    if others:
+        raise ValueError(f"{step.describe()}: the way back needs one number in {step.into!r}")
+    return step.into[: field.start()], field, step.into[field.end() :]
 
 
 @_back.register
@@ -266,28 +346,72 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def _single_names(step: Any, source: FlatState, after: FlatState) -> list[Any]:
-    """Writes the inverse of a renaming or stack name by name."""
-    if isinstance(step, StackLayers):
-        return _single_stacks(step, source)
-    if not isinstance(step, Rename):
-        names = ", ".join(itertools.islice(source, _SHOWN_NAMES))
-        raise ValueError(f"{step.describe()}: its way back leads elsewhere for these leaves ({names}, …)")
+    """Writes the inverse of a transform of names name by name."""
+    match step:
+        case StackLayers():
+            return _single_stacks(step, source)
+        case UnstackLayers():
+            head, _, tail = _at_number(step)
+            patterns = {
+                found.string: rf"{escaped(found.expand(head))}(?P<i>\d+){escaped(found.expand(tail))}"
+                for found in _matches(step, source)
+            }
+            return [StackLayers(pattern, literal(name), step.axis) for name, pattern in patterns.items()]
+        case Split():
+            parts = {
+                found.string: [escaped(found.expand(part)) for part in step.into] for found in _matches(step, source)
+            }
+            return [Concat(patterns, literal(name), step.axis) for name, patterns in parts.items()]
+        case Concat():
+            return _single_parts(step, source)
+        case Rename() | RepeatLayers(axis=None):
+            return _single_renames(step, source, after)
+    return []
+
+
+def _matches(step: Any, source: FlatState) -> list[re.Match[str]]:
+    """Returns the matches of arrays' names."""
+    regex = compile_pattern(step.pattern, type(step).__name__)
+    return [found for name, leaf in source.items() if leaf is not None and (found := regex.fullmatch(name))]
+
+
+def _single_parts(step: Concat, source: FlatState) -> list[Any]:
+    table = rule_table(step.patterns)
+    found = [one for name in source if (one := table.first(name)) is not None]
+    joined: dict[str, list[str]] = {}
+    for _, match in sorted(found, key=lambda one: one[0]):
+        joined.setdefault(match.expand(step.into), []).append(match.string)
+    return [
+        Split(escaped(name), list(map(literal, parts)), step.axis, [source[part].shape[step.axis] for part in parts])
+        for name, parts in joined.items()
+    ]
+
+
+def _single_renames(step: Rename | RepeatLayers, source: FlatState, after: FlatState) -> list[Any]:
+    """Renames each leaf, or one of its copies, back."""
     moved = _applied([step], {name: name for name in source}, {name: ... for name in after})
-    if len(moved) != len(source):
-        raise ValueError(f"{step.describe()} takes leaves out or copies them, which has no way back")
-    pairs = tuple((escaped(new), old) for new, old in moved.items() if new != old)
-    return [Rename(tuple((pattern, old.replace("\\", "\\\\")) for pattern, old in pairs))]
+    back = {old: new for new, old in reversed(moved.items())}
+    back |= {new: new for new, old in moved.items() if new == old}
+    if back.keys() != source.keys():
+        raise ValueError(f"{step.describe()} takes leaves out, which has no way back")
+    rules = [(escaped(new), literal(old) if back[old] == new else None) for new, old in moved.items() if new != old]
+    return [Rename(rules)]
 
 
 def _single_stacks(step: StackLayers, source: FlatState) -> list[Any]:
-    regex = compile_pattern(step.pattern, "StackLayers")
-    matches = [found for name in source if (found := regex.fullmatch(name))]
-    group = layer_group(matches, "StackLayers", Diagnostics())
-    assert group is not None  # it has stacked them
-    layers = {found.expand(step.into): _with_any_layer(found, group) for found in matches}
+    matches = _matches(step, source)
+    group = layer_group(matches, "StackLayers", Diagnostics()) if matches else None
+    if group is None:
+        return []
+    block = IN_BLOCK.search(step.into)
+    layers: dict[str, str] = {}
+    width = max((len(found[group]) for found in matches if found[group].startswith("0")), default=1)
+    for found in matches:
+        name, (start, end), into, field = found.string, found.span(group), step.into, "i"
+        if block is not None:
+            place = int(found[group]) % int(block[1])
+            into, field = IN_BLOCK.sub(str(place), into), f"i*{block[1]}+{place}"
+        if width > 1:
+            field += f":0{width}d"
+        layers.setdefault(found.expand(into), f"{literal(name[:start])}{{{field}}}{literal(name[end:])}")
     return [UnstackLayers(escaped(stacked), into, step.axis) for stacked, into in layers.items()]
-
-
-def _with_any_layer(found: re.Match[str], group: int | str) -> str:
-    name, (start, end) = found.string, found.span(group)
-    return "{i}".join(part.replace("\\", "\\\\") for part in (name[:start], name[end:]))

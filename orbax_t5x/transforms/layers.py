@@ -31,9 +31,9 @@ from orbax_t5x.trees.flat import FlatState
 
 # The beginning of a group that matches only digits, such as `(\d+)` or `(?P<n>[0-9]{2})`.
 _DIGITS_GROUP = re.compile(r"(?<!\\)\((?:\?P<(?P<name>\w+)>)?(?=(?:\\d|\[0-9\])(?:[+*?]|\{\d+(?:,\d*)?\})?\))")
-_LAYER_NUMBER = re.compile(r"\{i(?:\*(?P<step>\d+)\+(?P<first>[^{}:]+))?(?::(?P<format>[^{}]*))?\}")
+LAYER_NUMBER = re.compile(r"\{i(?:\*(?P<step>\d+)\+(?P<first>[^{}:]+))?(?::(?P<format>[^{}]*))?\}")
 # In `into` of a stack: the layer's place in a block of so many, each of which is stacked by itself.
-_IN_BLOCK = re.compile(r"\{i%(\d+)\}")
+IN_BLOCK = re.compile(r"\{i%(\d+)\}")
 # More layers than any model has: a name may hold any number, and a shape without elements may claim any size.
 MOST_LAYERS = 100_000
 # Missing layers named in a problem.
@@ -119,7 +119,7 @@ class StackLayers(ByRules):
 
     def __post_init__(self) -> None:
         regex = compile_pattern(self.pattern, "StackLayers")
-        if (block := _IN_BLOCK.search(self.into)) is not None and int(block[1]) < 1:
+        if (block := IN_BLOCK.search(self.into)) is not None and int(block[1]) < 1:
             raise ValueError(f"StackLayers: a block of {block[1]} layers in {self.into!r}")
         if not regex.groups:
             raise ValueError(f"StackLayers: {pattern_text(self.pattern)!r} has no group for the layer number")
@@ -174,11 +174,11 @@ class StackLayers(ByRules):
 
     def _in_block(self, number: int) -> tuple[str, int]:
         """Returns the stack of a layer, and the layer's place there."""
-        block = _IN_BLOCK.search(self.into)
+        block = IN_BLOCK.search(self.into)
         if block is None:
             return self.into, number
         size = int(block[1])
-        return _IN_BLOCK.sub(str(number % size), self.into), number // size
+        return IN_BLOCK.sub(str(number % size), self.into), number // size
 
     def _is_complete(
         self, stacked: str, layers: Mapping[int, re.Match[str]], depth: int, diagnostics: Diagnostics
@@ -257,7 +257,7 @@ class UnstackLayers(OnePattern):
     require_match: bool = True
 
     def __post_init__(self) -> None:
-        if not _LAYER_NUMBER.search(self.into):
+        if not LAYER_NUMBER.search(self.into):
             raise ValueError(f"UnstackLayers: into {self.into!r} has no {{i}} for the layer number")
         self._set(axis=operator.index(self.axis))
 
@@ -284,7 +284,7 @@ def numbered_names(
     pieces: list[str] = []
     formats: list[tuple[int, int, str]] = []
     at = 0
-    for field in _LAYER_NUMBER.finditer(into):
+    for field in LAYER_NUMBER.finditer(into):
         first = expand(match, field["first"] or "0", rule, diagnostics)
         if first is None or not first.isdecimal():
             diagnostics.problem("rule", match.string, f"{rule}: {first!r} is no number", Fix("give a group of digits"))

@@ -66,6 +66,10 @@ ATTENTION = {
         ([T.StackLayers(r"(encoder|dec)/layers_(?P<i>\d+)/(.*)", r"\1/layers/\3", 1)], LAYERS),
         ([T.StackLayers(r"dec/layers_(\d+)/(.*)", r"dec/all/\2", 0)], LAYERS),
         ([T.UnstackLayers("(t)/all/(.*)", r"\1/block_{i}/\2", 1)], arrays(t__all__w=(2, 3), t__all__v=(4, 3))),
+        ([T.UnstackLayers("(t)/all/(.*)", r"\1/block_{i:02d}/\2", 1)], arrays(t__all__w=(2, 3), t__all__v=(4, 3))),
+        # Blocks of layers.
+        ([T.StackLayers(r"(dec)/layers_(?P<i>\d+)/(.*)", r"\1/{i%6}/\3", 0)], LAYERS),
+        ([T.UnstackLayers(r"b/(\d+)/(.*)", r"layers_{i*2+\1}/\2", 0)], arrays(b__0__w=(3, 2), b__1__w=(3, 2))),
         ([T.Split("(.*)/qkv", [r"\1/q", r"\1/k", r"\1/v"], 0, [1, 2, 3])], arrays(a__qkv=(6, 2), b__qkv=(6, 3))),
         ([T.Chain([T.Rename([("a", "b")]), T.Transpose("b")])], arrays(a=(2, 3))),
         ([T.Affine("a", 2.0, 4.0)], {"a": np.arange(6, dtype=np.float32)}),
@@ -88,6 +92,27 @@ def test_values_come_back(steps, state, with_source):
         # A pattern that is more than text and groups.
         ([T.Rename([(r"[ab]/x|a/y", "c")])], arrays(a__x=(2,), d=(2,))),
         ([T.RepeatLayers(r"encoder/layers_(\d+)/.*", 6)], LAYERS),
+        # Of towers of several depths, copies of the same layers; and of blocks, by names.
+        ([T.RepeatLayers(r"(?:encoder|dec)/layers_(\d+)/.*", 12)], LAYERS),
+        ([T.StackLayers(r"(?:dec)/layers_(?P<i>\d+)/(.*)", r"blocks/{i%3}/\2", -1)], LAYERS),
+        # Patterns that are more than text and groups, and parts of several sizes.
+        ([T.UnstackLayers("(?:a|b)/w", "{i}", 0)], arrays(a__w=(2, 3), c=(1,))),
+        ([T.Split("(?:a|b)/w", ["q", "k"], 1, [1, 2])], arrays(a__w=(2, 3))),
+        ([T.Concat([r"(\w)/a", r"(\w)/b"], r"\1", 0)], arrays(x__a=(1, 2), x__b=(2, 2), y__a=(3, 2), y__b=(0, 2))),
+        # The last view is of both layers, and none of its elements is of the other one.
+        (
+            [T.Chain([T.StackLayers(r"(\d)/w", "w", 1), T.UnstackLayers("w", "w{i}", 0)])],
+            arrays(**{"0__w": 2, "1__w": 2}),
+        ),
+        (
+            [T.FollowOptimizer(T.StackLayers(r"params/(\d)/(.*)", r"params/\2", 0))],
+            {
+                **{f"params/{i}/w": np.ones((4, 3), np.float32) for i in range(2)},
+                **{f"opt_state/0/v_row/{i}/w": np.full(3, i, np.float32) for i in range(2)},
+                **{f"opt_state/0/v_col/{i}/w": np.full(4, i, np.float32) for i in range(2)},
+                **{f"opt_state/0/v/{i}/w": np.zeros(1, np.float32) for i in range(2)},
+            },
+        ),
         # The text of the stacks would match all other names, too.
         ([T.StackLayers(r"(dec)/layers_(\d+)/(.*)", r"\3", 1)], {**LAYERS, "norm": np.ones(2)}),
         ([T.FollowOptimizer(T.Rename([("params/a/(.*)", r"params/b/\1")]))], arrays(params__a__w=(2,))),
@@ -129,6 +154,17 @@ def test_an_assignment_map_goes_back(source):
 def test_what_has_no_way_back_says_why(step, reason):
     with pytest.raises(ValueError, match=reason):
         T.inverse([step])
+
+
+def test_the_way_back_of_an_assignment_map_in_a_chain():
+    """The rules are followed without a target, also where they are parts of another transform."""
+    chain = T.Chain([T.AssignmentMap([(r"params/new/(.*)", r"params/old/\1")]), T.Transpose("params/new/w")])
+    source = arrays(params__old__w=(2, 3), opt_state__0__mu__old__w=(2, 3), opt_state__0__nu__old__w=(2, 3))
+    wanted = unflatten({name.replace("old", "new"): ... for name in source})
+    for step in (chain, T.FollowOptimizer(chain)):
+        (back,) = T.inverse([step], source)
+        found = flatten(back(step(unflatten(source), wanted), unflatten(source)))
+        assert found.keys() == source.keys() and np.array_equal(found["params/old/w"], source["params/old/w"])
 
 
 def test_a_name_that_two_leaves_would_have_is_no_way_back():

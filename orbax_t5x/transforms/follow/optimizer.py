@@ -90,9 +90,7 @@ class FollowOptimizer(Transform):
         lost = [name for name, fidelity in diagnostics.fidelity.items() if fidelity == "reset" and name not in state]
         leaves = {**dict.fromkeys(lost), **state}
         given = None if self.roots == STANDARD_ROOTS else self.roots
-        names, target_names = (
-            SlotNames.among(side) if given is None else SlotNames(given) for side in (leaves, target)
-        )
+        names, target_names = (self.slot_names(side) for side in (leaves, target))
         slots, target_slots = names.slots(leaves), target_names.slots(target)
         inner_target = {name: value for name, value in target.items() if name not in target_slots}
         symbols: dict[str, Any] = {}
@@ -112,6 +110,10 @@ class FollowOptimizer(Transform):
             following.put(result, following.slots_of(name, value))
         following.finish()
         return following.with_counts(result) if given is None else result
+
+    def slot_names(self, leaves: FlatState) -> SlotNames:
+        """Finds the roots of leaves, unless they are given."""
+        return SlotNames.among(leaves) if self.roots in (None, STANDARD_ROOTS) else SlotNames(self.roots)
 
     def rule_of(self, path: str, rank: int) -> tuple[FactorDim, ...] | None:
         """Returns the Adafactor rule for a parameter, or None."""

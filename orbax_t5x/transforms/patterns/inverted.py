@@ -28,6 +28,11 @@ def escaped(text: str) -> str:
     return _SPECIAL.sub(lambda found: "\\" + found[0], text)
 
 
+def literal(text: str) -> str:
+    """Escapes the characters of a text that mean something in a replacement."""
+    return text.replace("\\", "\\\\")
+
+
 @dataclasses.dataclass(frozen=True)
 class ParsedRule:
     """A pattern of text and groups.
@@ -136,7 +141,7 @@ def written_template(tokens: Sequence[str | int], numbers: Mapping[int, int]) ->
     parts: list[str] = []
     for index, token in enumerate(tokens):
         if isinstance(token, str):
-            parts.append(token.replace("\\", "\\\\"))
+            parts.append(literal(token))
         elif token not in numbers:
             raise ValueError(f"group {token} is not in the new names")
         else:
