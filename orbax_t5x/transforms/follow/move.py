@@ -147,8 +147,9 @@ def _move_second_moment(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves
         _move_factored(param, rule_of, moved)
     elif "v" in param.kinds:
         _move_one(param, "v", moved)
-    placeholders = (leaf for kind in _SECOND_MOMENT if kind in param.kinds for leaf in param.all_of(kind))
-    placeholder = next((leaf for leaf in placeholders if _slot_shape(leaf) == _PLACEHOLDER), None)
+    # A factor of one element has the placeholders' shape, too.
+    unused = (leaves.get(kind) for leaves in param.leaves.values() for kind in _unused(leaves))
+    placeholder = next((leaf for leaf in unused if _slot_shape(leaf) == _PLACEHOLDER), None)
     for kind in _SECOND_MOMENT:
         if kind in param.kinds and kind not in live and placeholder is not None:
             moved.leaves[kind] = placeholder
@@ -158,6 +159,11 @@ def _is_factored(leaves: Mapping[str, Any]) -> bool:
     if "v" in leaves and _slot_shape(leaves["v"]) != _PLACEHOLDER:
         return False
     return any(_slot_shape(leaves[kind]) != _PLACEHOLDER for kind in _FACTORED)
+
+
+def _unused(leaves: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the kinds of the second moment's placeholders."""
+    return ("v",) if _is_factored(leaves) else _FACTORED
 
 
 def _becomes_factored(param: NewParameter, was: bool) -> bool:

@@ -145,6 +145,13 @@ def test_a_placeholder_of_a_parameter_of_one_element_stays_one(beta1):
             assert {name: leaf.shape for name, leaf in result.items()} == {n: x.shape for n, x in expected.items()}
 
 
+def test_a_factor_of_one_element_is_no_placeholder():
+    slots = {"a/v_row": np.ones((1, 6)), "a/v_col": np.full(1, 5.0), "a/v": np.zeros(1)}
+    source = state({"a": np.ones((1, 1, 6), np.float32)}, slots)
+    result, _ = run(tr.FollowOptimizer(tr.Transpose("target/a", (2, 0, 1))), source)
+    np.testing.assert_array_equal(result["state/param_states/a/v"], slots["a/v"])
+
+
 def test_split_and_joined_rows_are_classed():
     slots = {"a/v_row": np.float32([1, 2]), "a/v_col": np.float32([1, 2, 3]), "a/v": np.zeros(1, np.float32)}
     source = state({"a": W}, slots)
