@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.lazy import Box, View, as_view
+from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.arrays import Affine, Reshape, Transpose
 from orbax_t5x.transforms.assignment_map import AssignmentMap
 from orbax_t5x.transforms.base import Transform
@@ -102,12 +102,12 @@ def _checked_inverse(step: Any, leaves: dict[str, Any]) -> tuple[list[Any], dict
         if not isinstance(forwards, Rename | StackLayers | UnstackLayers | Split | Concat):
             raise
     after = _applied([forwards], leaves, {})
-    if found is None or not _leads_back(found, after, leaves):
+    if found is None or _elsewhere(found, after, leaves):
         found = _single_names(forwards, leaves, after)
-        if not _leads_back(found, after, leaves):
-            names = ", ".join(itertools.islice(leaves, _SHOWN_NAMES))
-            message = f"{step.describe()}: its way back leads elsewhere for these leaves ({names}, …)"
-            raise reason or ValueError(message)
+        if names := _elsewhere(found, after, leaves):
+            raise reason or ValueError(
+                f"{step.describe()}: its way back leads elsewhere for {listed(names, _SHOWN_NAMES)}"
+            )
     return found, _abstract(after)
 
 
@@ -144,19 +144,26 @@ def _view(leaf: Any) -> Any:
     return as_view(Symbol("", tuple(leaf.shape), dtype))
 
 
-def _leads_back(steps: Sequence[Any], after: FlatState, before: FlatState) -> bool:
+def _elsewhere(steps: Sequence[Any], after: FlatState, before: FlatState) -> list[str]:
+    """Lists the leaves that a way back does not lead to."""
     try:
         found = _applied(steps, after, before)
     except ValueError:  # a pattern matches more than what it is for
-        return False
-    return found.keys() == before.keys() and all(_is_same(found[name], leaf) for name, leaf in before.items())
+        return list(before)
+    lost = [name for name, leaf in before.items() if name not in found or not _is_same(found[name], leaf)]
+    return lost + [name for name in found if name not in before]
 
 
 def _is_same(view: Any, leaf: Any) -> bool:
-    """Tests if corners of a view are those of a leaf."""
+    """Tests if corners of a view are those of a leaf.
+
+    Of merged leaves, equal by a check when they are read, one is the leaf.
+    """
     if view is leaf or not (isinstance(view, View) and isinstance(leaf, View)):
         return view is leaf
-    return view.shape == leaf.shape and all(view.requests(box) == leaf.requests(box) for box in _corners(view.shape))
+    return view.shape == leaf.shape and all(
+        all(one in view.requests(box) for one in leaf.requests(box)) for box in _corners(view.shape)
+    )
 
 
 def _corners(shape: Sequence[int]) -> Iterator[Box]:
