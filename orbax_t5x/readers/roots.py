@@ -18,7 +18,7 @@ from orbax_t5x.readers.orbax.steps import (
     is_t5x_step,
     newest_directory,
     newest_first,
-    step_of_name,
+    steps_named,
 )
 
 
@@ -62,8 +62,8 @@ def _require_one_format(probe: PathProbe, found: Subdirectories, newest: str) ->
         of_orbax = {_owner_of_step(newest): repr(os.path.basename(newest))}
         raise two_owners(of_orbax | {"flax_msgpack": "files of steps"}, probe.path)
     is_t5x, files = is_t5x_step(newest), probe.files
-    for name in found.inside:
-        if files.exists(f"{name}/{MSGPACK_FILE}") is is_t5x or step_of_name(name) is None:
+    for _, name in sorted(steps_named(found.inside), reverse=True):
+        if files.exists(f"{name}/{MSGPACK_FILE}") is is_t5x:
             continue
         directory = os.path.join(probe.path, name)
         if is_t5x_step(directory) is not is_t5x and is_step(directory):

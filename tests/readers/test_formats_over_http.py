@@ -216,6 +216,16 @@ def test_a_checkpoint_at_the_root_of_a_server(tmp_path):
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(4.0))
 
 
+def test_adapters_in_a_directory(tmp_path):
+    safetensors.numpy.save_file({"w": np.arange(3)}, tmp_path / "adapter_model.safetensors")
+    with serving(tmp_path) as store:
+        with ot.open_checkpoint(store.url) as checkpoint:
+            assert (checkpoint.format, [*checkpoint.leaves]) == ("safetensors", ["w"])
+        store.files["pytorch_model.bin"] = b""
+        with pytest.raises(UnsupportedCheckpointError, match=r"two formats own this path"):
+            ot.open_checkpoint(store.url)
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with serving(tmp_path) as store, pytest.raises(CheckpointNotFoundError, match=r"no such file"):
         ot.open_checkpoint(f"{store.url}/model.safetensors")

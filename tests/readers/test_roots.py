@@ -11,6 +11,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.files import local, tree_checks
 from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.roots import newest_of_root
 
@@ -39,6 +40,17 @@ def test_steps_of_two_formats(root, number):
         with ot.open_checkpoint(root, format=format) as checkpoint:
             assert (checkpoint.format, checkpoint.step) == (format, step)
     assert ot.latest_step(root) == max(3, number)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_newest_step_of_another_format_is_named(root, monkeypatch, backwards):
+    """In whatever order the directory lists its steps."""
+    for number in range(3):
+        t5x_step(root / f"checkpoint_{number}")
+    listed = tree_checks.list_directory
+    monkeypatch.setattr(local, "_list_directory", lambda path: dict(sorted(listed(path).items(), reverse=backwards)))
+    with pytest.raises(UnsupportedCheckpointError, match=r"orbax by '3', and t5x by 'checkpoint_2'"):
+        ot.open_checkpoint(root)
 
 
 def test_an_unfinished_step_of_another_format_is_none(root):

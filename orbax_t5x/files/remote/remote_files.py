@@ -31,10 +31,12 @@ KNOWN_NAMES = (
     "checkpoint",
     "model.safetensors",
     "model.safetensors.index.json",
+    "adapter_model.safetensors",
     "flax_model.msgpack",
     "flax_model.msgpack.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "adapter_model.bin",
 )
 
 

@@ -36,7 +36,9 @@ from orbax_t5x.files.strict_json import charge_parsed, parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.detect.owner import owner_of_file
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
+from orbax_t5x.readers.format_table import T5X
 from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
@@ -106,7 +108,8 @@ def _is_early_item(root: Files, item: str) -> bool:
     """Tests if a directory is an item of the first Orbax versions."""
     if root.has_file(inside(item, METADATA_FILE)):
         return False
-    return is_msgpack_map(PathProbe(root.join(item) if item else root.path, "directory").inside(MSGPACK_FILE))
+    state = PathProbe(root.join(item) if item else root.path, "directory").inside(MSGPACK_FILE)
+    return is_msgpack_map(state) and owner_of_file(state, [T5X]) is None
 
 
 def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpoint:

@@ -6,6 +6,8 @@ from orbax_t5x.errors import LimitExceededError, UnsafeCheckpointError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, opening
 from orbax_t5x.files.ranges import BoundedRange
+from orbax_t5x.files.remote.remote_files import KNOWN_NAMES
+from orbax_t5x.readers.format_table import all_formats
 
 DATA = bytes(range(250)) * 4
 
@@ -40,3 +42,9 @@ def test_names_stay_below_the_root(store, name):
             with pytest.raises(UnsafeCheckpointError):
                 use(name)
     assert not store.log
+
+
+def test_each_name_that_marks_a_directory_is_looked_for():
+    """Where nothing is listed, a mark that is not looked for would let another format own its directory."""
+    marks = {mark.name for row in all_formats() for mark in row.directory}
+    assert {name for name in marks if "*" not in name} == set(KNOWN_NAMES)

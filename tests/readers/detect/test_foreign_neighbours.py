@@ -45,6 +45,11 @@ def _orbax_root(root: Path) -> None:
         manager.save(3, args=ocp.args.PyTreeSave({"good": GOOD}))
 
 
+def _marked_step(step: Path) -> None:
+    _orbax_root(step.parent / "root")
+    (step.parent / "root" / "3").rename(step)
+
+
 def _bundle(directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     bundle_of({"good": GOOD}).write(directory, "model.ckpt-3")
@@ -96,6 +101,7 @@ OWNERS = {
     "a T5X step": (_t5x_step, "t5x", MARK, None),
     "a T5X root": (_t5x_root, "t5x", STEPS, 3),
     "an Orbax item": (_orbax_item, "orbax", MARK, None),
+    "an Orbax step": (_marked_step, "orbax", MARK, None),
     "an Orbax step without metadata": (_orbax_step, "orbax", FOLDERS, None),
     "an Orbax root": (_orbax_root, "orbax", STEPS, 3),
     "a TensorFlow directory": (_bundle, "tf_bundle", MARK, None),
@@ -123,6 +129,11 @@ def _safetensors_index(directory: Path) -> None:
 NEIGHBOURS = {
     "the iterator of a dataset": (_beside_bundle("train_ds-000-of-001"), "", NOTHING),
     "a bundle": (_beside_bundle("model.ckpt-9"), "tf_bundle", MARK),
+    "the state of a T5X step": (
+        lambda directory: (directory / "checkpoint").write_bytes(b"\x82\xa7version\x03\xa9optimizer" + _MSGPACK),
+        "t5x",
+        MARK,
+    ),
     "safetensors": (
         lambda directory: safetensors.numpy.save_file(OTHER, directory / "other.safetensors"),
         "safetensors",
