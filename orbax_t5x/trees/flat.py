@@ -94,7 +94,7 @@ def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
     """
     root: dict[str, Any] = {}
     # What was made here is a node; a mapping that came in as a leaf is not.
-    nodes = {""}
+    nodes: set[str] = set()
     for name, value in flat.items():
         node, path = root, ""
         parts = name.split("/")
