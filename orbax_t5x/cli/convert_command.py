@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 def _about_names(report: ConvertReport, writing: WriteOptions) -> list[str]:
     """Describes the result's names."""
     lines = [f"mapped by {', '.join(report.rules)}" if report.rules else "names, shapes and dtypes are the source's"]
-    with open_checkpoint(report.destination) as written:
+    with open_checkpoint(report.destination, format=writing.format) as written:
         layout = find_layout(written.leaves).kind
     if layout == "minimal" and writing.format == "safetensors":
         lines.append("the names are T5X's: --rules t5x_to_hf_t5 makes them those that from_pretrained reads")

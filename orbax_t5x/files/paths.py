@@ -74,6 +74,11 @@ def shared_path(path: str) -> str:
     return path if match is None else f"hf://{match['org']}/{match['name']}@{match['commit']}{match['file'] or ''}"
 
 
+def is_hub_blob(path: str) -> bool:
+    """Tests if a resolved path is a blob of the hub's cache."""
+    return _HUB_BLOB.fullmatch(path) is not None
+
+
 def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -> list[str]:
     """Splits a name that a file gave.
 

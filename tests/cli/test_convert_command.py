@@ -51,6 +51,17 @@ def test_convert_names_what_orbax_cannot_store(run, tmp_path):
     assert "left out, because Orbax cannot store it:\n  none  float32[0,2]\n" in out
 
 
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+def test_what_was_written_is_no_question_of_marks(run, layers, tmp_path, format):
+    def refuse(path, *, limits):
+        raise AssertionError(path)
+
+    marks = [ot.Mark("_METADATA"), ot.Mark("*.safetensors")]
+    with ot.register_format(ot.Format("greedy", refuse, directory=marks)):
+        code, out, err = run("convert", layers, tmp_path / "out", "--format", format)
+    assert code == 0 and out.startswith("8 leaves") and not err
+
+
 def test_convert_refuses_an_unknown_dtype(run, tmp_path):
     code, _, err = run("convert", BUNDLE, tmp_path / "out", "--dtype", "bflat16")
     assert code == 2 and "bflat16" in err and not (tmp_path / "out").exists()

@@ -132,7 +132,7 @@ class OrbaxFormat(OutputFormat):
         with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_only_this()) as checkpointer:
             checkpointer.save(directory, args=_ItemSave(self._prepared, databases, entries))
         sync_directory(directory)
-        with open_checkpoint(directory) as written:
+        with open_checkpoint(directory, format="orbax") as written:
             skipped = skipped_from_metadata(written.metadata, path=written.path)
             kept = [view for name, view in written.leaves.items() if name not in skipped]
             return WriteSummary(len(kept), sum(view.nbytes for view in kept), skipped)

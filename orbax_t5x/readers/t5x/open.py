@@ -16,6 +16,7 @@ from typing import Any
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.paths import is_hub_blob
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
@@ -36,7 +37,9 @@ def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     path = given.named
     if not given.is_directory():
         root, name = open_directory_of(path)
-        own = os.path.basename(path)
+        beside, own = files_at(os.path.dirname(path)), os.path.basename(path)
+        if is_hub_blob(root.join(name)) and beside.has_files([own])[0]:
+            root, name = beside, own  # its arrays are beside the link to the blob
         step = step_of_name(os.path.basename(os.path.dirname(path)) if own == MSGPACK_FILE else own)
         return _open(path, root, name, step, limits)
     if not given.exists(MSGPACK_FILE):

@@ -149,3 +149,18 @@ def test_metadata_behind_a_link_inside_the_step_are_read(tmp_path):
     (step / "b").symlink_to("elsewhere")
     with ot.open_checkpoint(step) as checkpoint:
         assert [math.prod(leaf.shape) for leaf in checkpoint.leaves.values()] == [12, 15]
+
+
+def test_a_state_in_the_cache_of_the_hub_has_its_arrays_beside_its_link(tmp_path):
+    """The bytes of the file itself are a blob, beside which there are no arrays; another link is followed."""
+    step = step_of(tmp_path / "models--org--name" / "snapshots" / ("c" * 40), {"a": zarray((4, 3), (2, 3))})
+    blob = tmp_path / "models--org--name" / "blobs" / ("b" * 64)
+    (tmp_path / "link").symlink_to(step / "checkpoint")
+    for path in (tmp_path / "link", step / "checkpoint"):
+        with ot.open_checkpoint(path) as checkpoint:
+            assert checkpoint.leaves["a"].leaves()[0].error is None
+    blob.parent.mkdir()
+    (step / "checkpoint").rename(blob)
+    (step / "checkpoint").symlink_to(f"../../../blobs/{blob.name}")
+    with ot.open_checkpoint(step / "checkpoint") as checkpoint:
+        assert (checkpoint.step, checkpoint.leaves["a"].leaves()[0].error) == (1, None)
