@@ -8,6 +8,7 @@ such a path is opened. `HF_ENDPOINT` names another hub.
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib
 import os
 import re
@@ -34,6 +35,7 @@ _PART_BYTES = 1 << 16
 _REVISION = r"refs/[^/]+/[^/]+|(?!refs/)[^/]+"
 _PATH = re.compile(rf"hf://(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>{_REVISION}))?(?:/(?P<file>.*))?", re.ASCII)
 _INDEX_SUFFIX = ".index.json"
+_TABLE_SUFFIX = ".index"
 _CONFIG = "config.json"
 # Errors of the libraries that versions of the package use.
 _HTTPX = ("NetworkError", "TimeoutException", "ProxyError")
@@ -141,18 +143,22 @@ def is_cached(repository: str, commit: str, file: str) -> bool:
     return isinstance(package.try_to_load_from_cache(repository, file, cache_dir=cache, revision=commit), str)
 
 
-def download(path: str, *, is_offline: bool = False) -> str:
-    """Downloads the files that the hub's cache lacks."""
+def download(path: str, *, is_offline: bool = False, is_whole: bool = False) -> str:
+    """Downloads the files that the hub's cache lacks.
+
+    `is_whole` takes all files of a repository, and not only those of a model.
+    """
     wanted = parse_hub_path(path)
     if wanted.file:
-        snapshot = Path(_snapshot(path, wanted, _patterns_of(wanted.file), is_offline))
-        found = snapshot / wanted.file
-        if not os.path.lexists(found):
+        found = os.path.join(_snapshot(path, wanted, _patterns_of(wanted.file), is_offline), wanted.file)
+        if not os.path.lexists(found) and not os.path.lexists(f"{found}{_TABLE_SUFFIX}"):  # a bundle's prefix
             raise CheckpointNotFoundError("the repository has no such file", path=path)
-        return str(found)
+        return found
+    if is_offline or is_whole:
+        return _snapshot(path, wanted, ["*"], is_offline)
     for file in MODEL_FILES:
         patterns = (file, f"{file}{_INDEX_SUFFIX}", _shards_of(file), _CONFIG)
-        snapshot = Path(_snapshot(path, wanted, patterns, is_offline))
+        snapshot = Path(_snapshot(path, wanted, patterns))
         if any(found.name != _CONFIG for pattern in patterns for found in snapshot.glob(pattern)):
             return str(snapshot)
     raise UnsupportedCheckpointError(
@@ -171,11 +177,16 @@ def download_files(path: str, names: Sequence[str]) -> str:
 
 def _patterns_of(file: str) -> list[str]:
     """Returns patterns of a file and the files that belong to it."""
+    file = glob.escape(file)
     directory = f"{file.rpartition('/')[0]}/" if "/" in file else ""
     patterns = [file, f"{file}/*", f"{directory}{_CONFIG}"]
     if file.endswith(_INDEX_SUFFIX):
         patterns.append(_shards_of(file.removesuffix(_INDEX_SUFFIX)))
-    return patterns
+    if file.rpartition("/")[2] == "checkpoint":  # beside which T5X has its arrays, and TensorFlow its bundle
+        patterns.append(f"{directory}*")
+    # One of several parts, and of a bundle its prefix, its table or a shard.
+    prefix = re.sub(r"\.index$|\.data-[0-9]+-of-[0-9]+$", "", file)
+    return [*patterns, re.sub(r"-[0-9]+-of-", "-*-of-", file), f"{prefix}{_TABLE_SUFFIX}", f"{prefix}.data-*"]
 
 
 def _shards_of(file: str) -> str:

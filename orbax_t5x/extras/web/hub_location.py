@@ -39,8 +39,8 @@ def locate(path: str) -> str:
     below = f"{wanted.file}/" if wanted.file else ""
     inside = [name.removeprefix(below) for name in commit.sizes if name.startswith(below)]
     beside = [name for name in commit.sizes if name == wanted.file or name.startswith(f"{wanted.file}.")]
-    models = (name for file in MODEL_FILES for name in (file, f"{file}.index.json"))
-    file = next((f"{below}{name}" for name in models if name in inside), None)
+    models = [name for file in MODEL_FILES for name in (file, f"{file}.index.json") if name in inside]
+    file = f"{below}{models[0]}" if models else None
     files = [*([file] if file else []), *(beside if wanted.file else []), *(f"{below}{name}" for name in inside)]
     if not files:
         return _download(path, commit)
@@ -48,22 +48,27 @@ def locate(path: str) -> str:
     names_below = {name.rpartition("/")[2] for name in inside if file is None}
     if (own_names | names_below) & _CHUNKED:
         _logger.warning("%s: arrays in chunks are not read from the hub in place; the files are downloaded whole", path)
-        return _download(path, commit)
-    if is_cached(wanted.repository, commit.revision, files[0]):
+        return _download(path, commit, is_whole=bool(own_names & _CHUNKED))
+    # Which files a prefix or another directory needs is not known here, and several encodings may be two owners.
+    encodings = {name.partition(".")[0] for name in models}
+    others = {name for name in inside if "/" not in name and name.endswith((".safetensors", ".gguf"))}
+    is_known = wanted.file in commit.sizes or "model" in encodings or (len(encodings) == 1 and not others)
+    if is_known and is_cached(wanted.repository, commit.revision, files[0]):
         return _download(path, commit)
     base = f"hf://{wanted.repository}@{commit.revision}"
-    if not HubServer(base, ResponseClock(Limits().io_timeout_secs)).takes_ranges(files[0]):
+    probed = next(filter(commit.sizes.get, files), files[0])  # of an empty file there is no range
+    if not HubServer(base, ResponseClock(Limits().io_timeout_secs)).takes_ranges(probed):
         _logger.warning("%s: the hub answers no byte ranges; the files are downloaded whole", path)
         return _download(path, commit)
     return f"{base}/{wanted.file}" if wanted.file else base
 
 
-def _download(path: str, commit: Commit) -> str:
+def _download(path: str, commit: Commit, *, is_whole: bool = False) -> str:
     """Does `download`.
 
     Its package takes an older commit from its cache if the hub fails.
     """
-    found = download(path)
+    found = download(path, is_whole=is_whole)
     there = parse_hub_path(shared_path(found)).revision
     if there != commit.revision:
         raise CheckpointGoneError(f"the hub named the commit {commit.revision}, and sent {there}", path=path)

@@ -142,6 +142,8 @@ _REFUSED = (400, 401, 403, 404, 410)
 class HubServer(Server):
     """The files of a commit; its base is `hf://org/name@commit`."""
 
+    has_list = True
+
     def __init__(self, base: str, clock: ResponseClock):
         super().__init__(base, clock)
         self._repository = parse_hub_path(base).repository

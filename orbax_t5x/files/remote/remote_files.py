@@ -120,7 +120,7 @@ class RemoteFiles(Files):
         return [name for name, found in zip(KNOWN_NAMES, stats, strict=False) if found is not None]
 
     def names(self) -> list[str]:
-        if known := self._known_names():
+        if not self.server.has_list and (known := self._known_names()):
             return sorted(known)
         return sorted({name.partition("/")[0] for name in self.server.names_below(self._key)})
 

@@ -83,6 +83,7 @@ class Server(abc.ABC):
     Attributes:
       is_bounded: whether a response can hold no more than was asked for, and names the size of its file.
       can_list: whether it lists its files.
+      has_list: whether the list is known without a request.
       base: its URL.
       clock: of its answers.
       ahead: bytes requested before they are needed, by all reads of files together.
@@ -94,6 +95,7 @@ class Server(abc.ABC):
 
     is_bounded: ClassVar[bool] = True
     can_list: ClassVar[bool] = True
+    has_list: ClassVar[bool] = False
 
     def __init__(self, base: str, clock: ResponseClock):
         """Makes no request."""

@@ -7,13 +7,19 @@ import huggingface_hub
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 from huggingface_hub import constants
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError
 from orbax_t5x.extras.web import hub_commit
+from orbax_t5x.readers.format_table import FORMATS
+from tests.support import t5x_steps
+from tests.support.bundle_writer import bundle_of
+from tests.support.gguf_files import write_gguf
 from tests.support.http_store import serving
 from tests.support.hub_server import B, W, model
+from tests.support.torch_files import save_torch
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +60,80 @@ def test_what_is_in_the_cache_is_read_there(hub, caplog):
     with ot.open_checkpoint("hf://google/tiny") as checkpoint:
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
     assert not hub.storage.log and not warnings_of(caplog)
+
+
+def _files_of(directory):
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def _adapter(directory):
+    safetensors.numpy.save_file({"w": B}, directory / "adapter_model.safetensors")
+    (directory / "README.md").write_text("an adapter")
+    (directory / ".gitattributes").touch()
+
+
+def _bundle(directory):
+    bundle_of({"w": B}).write(directory, "model.ckpt-3")
+
+
+def _parts(directory):
+    for number, name in enumerate("ab", 1):
+        write_gguf(directory / f"big-0000{number}-of-00002.gguf", {name: B})
+
+
+def _item(directory):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(directory, {"w": B}, force=True)
+    (directory / "flax_model.msgpack").write_bytes(b"\x81\xa1w\x07")
+
+
+def _step(directory):
+    t5x_steps.array(directory / "bad")
+    t5x_steps.array(directory / "good")
+    t5x_steps.save(directory, t5x_steps.spec())
+
+
+def _encodings(directory):
+    (directory / "flax_model.msgpack").write_bytes(b"\x81\xa1w\x07")
+    save_torch(directory / "pytorch_model.bin", {"w": B})
+
+
+def _strangers(directory):
+    safetensors.numpy.save_file({"w": B}, directory / "weights.safetensors")
+    save_torch(directory / "pytorch_model.bin", {"w": B})
+
+
+def _found(path):
+    try:
+        with ot.open_checkpoint(path) as checkpoint:
+            return checkpoint.format, {name: view.get().tolist() for name, view in checkpoint.leaves.items()}
+    except CheckpointError as error:
+        return type(error), [format for format in FORMATS.names() if f"format={format!r}" in str(error)]
+
+
+@pytest.mark.parametrize("cached", [0, 1, 99])
+@pytest.mark.parametrize(
+    ("write", "path"),
+    [
+        (_adapter, ""),
+        (_bundle, "/model.ckpt-3"),
+        (_bundle, "/model.ckpt-3.index"),
+        (_parts, "/big-00001-of-00002.gguf"),
+        (_item, ""),
+        (_step, ""),
+        (_step, "/checkpoint"),
+        (_encodings, ""),
+        (_strangers, ""),
+    ],
+)
+def test_a_path_on_the_hub_is_what_it_is_on_a_disk_whatever_is_cached(hub, write, path, cached, tmp_path):
+    (tmp_path / "here").mkdir()
+    write(tmp_path / "here")
+    hub.files.clear()
+    hub.files |= _files_of(tmp_path / "here")
+    if names := sorted(hub.files)[:cached]:
+        huggingface_hub.snapshot_download("google/tiny", endpoint=hub.url, allow_patterns=names)
+    assert _found(f"hf://google/tiny{path}") == _found(f"{tmp_path / 'here'}{path}")
 
 
 def reset_sessions():
