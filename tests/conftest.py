@@ -29,6 +29,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -55,6 +56,14 @@ hypothesis.settings.load_profile("repo")
 
 _STARTS_OF_PROCESSES = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
+# TensorBoard imports it, too.
+_WITH_TENSORFLOW = frozenset(
+    {
+        *(f"tests/readers/tf_bundle/test_{name}.py" for name in ("proto", "tensorflow_oracle")),
+        *(f"tests/integrations/test_t5x_{name}.py" for name in ("dataset", "job", "retention")),
+    }
+)
+
 # Suites are for packages without such a marker, too.
 _SLOW_IN_SUITES = frozenset({"test_digests_are_the_same_in_every_process"})
 
@@ -66,6 +75,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("fast"):
         hypothesis.settings.load_profile("fast")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives each file to one process, and all files that import TensorFlow, which takes five seconds, to the same."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "TensorFlow" if file in _WITH_TENSORFLOW else file
+
+    return Scheduling(config, log)
 
 
 def pytest_unconfigure() -> None:
