@@ -135,6 +135,20 @@ def save_and_restore(path, root):
     return {"same": bool(same)}
 
 
+def attempt(job, *arguments):
+    """What a job tells, or its error."""
+    try:
+        return job(*arguments)
+    except (ot.errors.CheckpointError, ValueError) as error:
+        told = {name: getattr(error, name, None) for name in ("leaf", "path")}
+        return {**told, "error": type(error).__name__, "text": str(error)}
+
+
+def in_turn(cases):
+    """What each of several jobs tells, by its name; each is its function and its arguments."""
+    return {name: attempt(globals()[job], *arguments) for name, (job, *arguments) in json.loads(cases).items()}
+
+
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -231,13 +245,9 @@ def main():
     job, coordinator, count, index, result_path, *arguments = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=800)
-    try:
-        module, _, name = job.rpartition(":")
-        jobs = vars(importlib.import_module(f"tests.multihost.jobs.{module}")) if module else globals()
-        result = jobs[name](*arguments)
-    except (ot.errors.CheckpointError, ValueError) as error:
-        result = {"error": type(error).__name__, "leaf": getattr(error, "leaf", None), "text": str(error)}
-        result["path"] = getattr(error, "path", None)
+    module, _, name = job.rpartition(":")
+    jobs = vars(importlib.import_module(f"tests.multihost.jobs.{module}")) if module else globals()
+    result = attempt(jobs[name], *arguments)
     with open(result_path, "w") as file:
         json.dump(result, file)
     if job.endswith(_ENDS_ALONE):
