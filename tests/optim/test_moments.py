@@ -155,9 +155,12 @@ def values(leaves):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("old", STATES)
 def test_states_become_those_of_other_loops(old, optimizer):
+    """Each optimizer from each state to each other; renamings take turns, and each meets each of the three."""
     truth = Truth()
     targets = [new for new in STATES if "file" not in new]
-    for (shapes, rules), new in itertools.product(RENAMINGS, targets):
+    first = list(STATES).index(old) + list(OPTIMIZERS).index(optimizer)
+    renamings = itertools.islice(itertools.cycle(RENAMINGS), first, None)
+    for new, (shapes, rules) in zip(targets, renamings, strict=False):
         source, wanted = truth.state(old, optimizer, shapes, {}), truth.state(new, optimizer, shapes, rules)
         result, diagnostics = run(follow(old, new, shapes, rules), source, wanted)
         assert diagnostics.problems == [] and diagnostics.warnings == []

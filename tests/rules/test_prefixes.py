@@ -44,8 +44,10 @@ def tree(kind, layout):
 @pytest.mark.parametrize("layout", CONFIGS)
 @pytest.mark.parametrize("kind", [*TREES, *T5X_OPTIMIZERS])
 def test_what_infer_finds_works_on_that_very_target(kind, layout):
+    """Each kind of target meets each source in one layout, and each layout each source in some kinds."""
     target, prefix = tree(kind, layout)
-    for name in SOURCES:
+    first = [*TREES, *T5X_OPTIMIZERS].index(kind) + 2 * list(CONFIGS).index(layout)
+    for name in (SOURCES[first % 6], SOURCES[(first + 3) % 6]):
         with source(name) as opened:
             pack = rules.infer(opened, target)
             # The target's own values are what no checkpoint of these has: moments, and what else is in the tree.

@@ -73,13 +73,16 @@ def assert_right(transforms, source, target, among, *, is_whole):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("old", FORMS)
 def test_moments_follow_in_states_of_any_form(old, optimizer):
-    """With and without a target; into another form where the target shows it."""
+    """With and without a target; into another form where the target shows it.
+
+    Rules are found into every second other form: a test below finds them into each.
+    """
     make = OPTIMIZERS[optimizer]
     params = {name: np.random.default_rng(at).normal(size=SHAPES[name]) for at, name in enumerate(SHAPES)}
     params = {name: value.astype(np.float32) for name, value in params.items()}
     source = state(old, make, params)
     for renaming, names in RENAMINGS.items():
-        for new in FORMS if renaming == "a module" else (old,):
+        for at, new in enumerate(FORMS if renaming == "a module" else (old,)):
             target = state(new, make, {names.get(name, name): value for name, value in params.items()})
             ours, theirs = FORMS[old], FORMS[new]
             pairs = [(ours[0] + n + ours[3], theirs[0] + names.get(n, n) + theirs[3]) for n in SHAPES]
@@ -87,7 +90,7 @@ def test_moments_follow_in_states_of_any_form(old, optimizer):
             assert_right([ot.transforms.FollowOptimizer(rename)], source, target, target, is_whole=new == old)
             if new == old:
                 assert_right([ot.transforms.FollowOptimizer(rename)], source, target, {}, is_whole=True)
-            if renaming != "two change places":
+            if renaming != "two change places" and (new == old or (at + list(OPTIMIZERS).index(optimizer)) % 2):
                 assert_right(find_rules(source, target).parts, source, target, target, is_whole=False)
 
 

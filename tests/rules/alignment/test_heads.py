@@ -52,8 +52,9 @@ def model(layout, *, is_source, heads, shared, has_biases=False, axis=None, dept
 
 @pytest.mark.parametrize("layouts", list(itertools.permutations(LAYOUTS, 2)), ids=" to ".join)
 @pytest.mark.parametrize(("heads", "shared"), [(3, 3), (3, 1), (2, 2), (4, 2)])
-@pytest.mark.parametrize("has_biases", [False, True])
-def test_heads_are_split_and_joined_in_each_layout(layouts, heads, shared, has_biases):
+def test_heads_are_split_and_joined_in_each_layout(layouts, heads, shared):
+    """Half of the layouts have biases where keys and values have fewer heads, the others where they have as many."""
+    has_biases = (list(itertools.permutations(LAYOUTS, 2)).index(layouts) + (heads == shared)) % 2 == 0
     source, target = (
         model(layout, is_source=at == 0, heads=heads, shared=shared, has_biases=has_biases)
         for at, layout in enumerate(layouts)
