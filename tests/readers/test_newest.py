@@ -49,6 +49,10 @@ def root(request, tmp_path) -> Path:
     return ROOTS[kind](tmp_path / name)
 
 
+# A name whose end is no step.
+BY_KIND = pytest.mark.parametrize("root", [(kind, "run_2024") for kind in ROOTS], indirect=True, ids=list(ROOTS))
+
+
 def opened(path: Path) -> tuple[str, str, int | None]:
     with ot.open_checkpoint(path) as checkpoint:
         return checkpoint.format, checkpoint.path, checkpoint.step
@@ -80,6 +84,7 @@ def test_a_step_without_the_marker_keeps_its_items(tmp_path):
 
 
 @pytest.mark.slow
+@BY_KIND
 def test_no_conversion_writes_into_the_root_that_it_reads(root):
     before, names = opened(root), sorted(os.listdir(root))
     for source in (root, {"x": root}, ot.open_checkpoint(root)):
@@ -90,6 +95,7 @@ def test_no_conversion_writes_into_the_root_that_it_reads(root):
 
 
 @pytest.mark.slow
+@BY_KIND
 def test_a_conversion_of_a_step_writes_beside_it_and_not_into_it(root):
     before, names = opened(root), sorted(os.listdir(root))
     step = root / {3: "checkpoint_3", 7: "7", 10: "checkpoint_10"}[before[2]]

@@ -17,11 +17,11 @@ _PARSED = 12
 @pytest.mark.parametrize("kind", OPENINGS)
 def test_one_budget_bounds_an_opening(kind, tmp_path):
     """Ten times the budget and more would be held; what is refused names the limit and the file."""
-    path, nbytes = write_opening(tmp_path, kind, 20_000)
-    limits = ot.Limits(metadata_bytes=_MIB // 4)
+    path, nbytes = write_opening(tmp_path, kind, 10_000)
+    limits = ot.Limits(metadata_bytes=_MIB // 8)
 
     def refused() -> None:
-        with pytest.raises(ot.errors.LimitExceededError, match=rf"metadata_bytes = {_MIB // 4}") as caught:
+        with pytest.raises(ot.errors.LimitExceededError, match=rf"metadata_bytes = {_MIB // 8}") as caught:
             ot.open_checkpoint(path, limits=limits)
         assert (caught.value.path or "").startswith(str(tmp_path))
 

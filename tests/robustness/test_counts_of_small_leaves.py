@@ -24,7 +24,7 @@ from tests.support.google_store import GoogleStore
 from tests.support.http_store import serving
 from tests.support.torch_files import save_torch
 
-COUNT = 3000
+COUNT = 1500
 MIB = 1 << 20
 RANDOM = np.random.default_rng(0)
 # Not one after the other in their files, whose order is that of names or of the tree.

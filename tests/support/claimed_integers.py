@@ -113,8 +113,12 @@ def in_table(data: bytes) -> Iterator[bytes]:
 
 
 def in_fields(data: bytes) -> Iterator[bytes]:
-    """Replaces four and eight bytes at each place: the integers of a header without alignment are among them."""
-    for at in range(len(data) - 8):
+    """Replaces four and eight bytes at each place: the integers of a header without alignment are among them.
+
+    Of places with the same bytes around them, as in a list of equal texts, the first.
+    """
+    places = {data[max(0, at - 24) : at + 32]: at for at in reversed(range(len(data) - 8))}
+    for at in sorted(places.values()):
         for form, claims in (("<I", CLAIMS[:5]), ("<Q", CLAIMS[5:])):
             for claim in claims:
                 edited = bytearray(data)

@@ -65,8 +65,9 @@ class TestSingleFile(T5xSingleFileSuite):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NATIVE, *VARIANTS])
 def test_what_t5x_wrote(name):
+    """By each path all names and a third of the values."""
     root, step, values, empties = golden(name)
-    for path in (root, step, step / "checkpoint"):
+    for number, path in enumerate((root, step, step / "checkpoint")):
         with ot.open_checkpoint(path) as checkpoint:
             assert checkpoint.format == "t5x"
             assert checkpoint.step == int(step.name.removeprefix("checkpoint_"))
@@ -77,7 +78,7 @@ def test_what_t5x_wrote(name):
             version = {"v2_uint16": 2, "version1": 1}.get(name, 3)
             assert checkpoint.metadata["version"] == version
             json.dumps(checkpoint.metadata)
-            for leaf, expected in values.items():
+            for leaf, expected in list(values.items())[number::3]:
                 assert_same(checkpoint.leaves[leaf].get(), expected)
     assert ot.latest_step(root, validated=True) == checkpoint.step
 
