@@ -18,12 +18,13 @@ from orbax_t5x.readers.orbax.steps import (
     is_t5x_step,
     newest_directory,
     newest_first,
+    step_of_name,
     steps_named,
 )
 
 
 class NewestOfRoot(NamedTuple):
-    """The checkpoint in a directory: path, a file's step, format."""
+    """The checkpoint in a directory: path, step by its name, format."""
 
     path: str
     step: int | None = None
@@ -47,7 +48,7 @@ def newest_of_root(probe: PathProbe) -> NewestOfRoot | None:
     if newest is None:
         return _newest_file(probe)
     _require_one_format(probe, found, newest)
-    return NewestOfRoot(newest)
+    return NewestOfRoot(newest, step_of_name(os.path.basename(newest)))
 
 
 def _newest_file(probe: PathProbe) -> NewestOfRoot | None:

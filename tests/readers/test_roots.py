@@ -53,6 +53,16 @@ def test_the_newest_step_of_another_format_is_named(root, monkeypatch, backwards
         ot.open_checkpoint(root)
 
 
+@pytest.mark.parametrize("format", [None, "orbax"])
+def test_the_step_of_a_root_with_a_number_for_its_name_is_the_newest(root, tmp_path, format):
+    """As of a run in an experiment: the number of the run is no step, also where a step is an item itself."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(root / "20", {"w": np.arange(3)})
+    root.rename(tmp_path / "7")
+    with ot.open_checkpoint(tmp_path / "7", format=format) as checkpoint:
+        assert checkpoint.step == ot.latest_step(tmp_path / "7") == 20
+
+
 def test_an_unfinished_step_of_another_format_is_none(root):
     (root / "checkpoint_1" / "target.w").mkdir(parents=True)
     (root / "checkpoint_20.tmp").mkdir()

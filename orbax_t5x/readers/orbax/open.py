@@ -100,7 +100,9 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
             )
         directory = newest
         if is_item(directory):
-            return _open_single_item(files_at(directory), limits, item)
+            opened = _open_single_item(files_at(directory), limits, item)
+            opened.step = step_of_name(os.path.basename(directory))
+            return opened
     return _open_step(files_at(directory), limits, item)
 
 
