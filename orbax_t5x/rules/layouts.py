@@ -15,7 +15,6 @@ from typing import Any
 from orbax_t5x.optim.containers import find_roots
 from orbax_t5x.optim.factored_state import is_step
 from orbax_t5x.rules.graph import marked_layouts
-from orbax_t5x.rules.leaf_table import BIAS
 from orbax_t5x.transforms.prefix import is_no_parameter
 from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.named_leaves import named_leaves
@@ -31,6 +30,7 @@ _SCANNED = re.compile(r"(?:.*/)?(encoder|decoder)/\1/(.*)")
 _QUERY = re.compile(r"(?:attention|self_attention)/query/kernel")
 # T5X's and MaxText's default first.
 _AXES = (1, 0, 2, 3)
+_BIAS = "relpos_bias/rel_embedding"
 _SUBBLOCK = re.compile(r"subblock_(\d+)/(.*)")
 
 
@@ -60,7 +60,7 @@ class Layout:
     @property
     def has_own_biases(self) -> bool:
         """True if a minimal T5 has biases per layer (umT5)."""
-        return self.kind == "minimal" and any(rest == BIAS for _, rest in self.shapes)
+        return self.kind == "minimal" and any(rest == _BIAS for _, rest in self.shapes)
 
     def __str__(self) -> str:
         depths = ", ".join(f"{tower} of {depth} layers" for tower, depth in self.depths.items())

@@ -118,7 +118,7 @@ def test_a_kill_while_a_journal_is_begun_costs_nothing(begun, source, out):
     ],
 )
 def test_a_kill_at_the_end_costs_no_reading(format, owner, where, kills_before, source, out):
-    def kill(*_):
+    def kill(*_, **_options):
         raise Killed
 
     for _ in range(kills_before):
