@@ -124,7 +124,8 @@ def unwrapped(tree: dict[str, Any]) -> Any:
 
     An array that is the whole tree has an empty name, and is no dict.
     """
-    return tree[""] if tree.keys() == {""} else tree
+    has_names = isinstance(tree.get(""), dict) and tree[""] != {}
+    return tree[""] if tree.keys() == {""} and not has_names else tree
 
 
 def prefixed(prefix: str, name: str) -> str:

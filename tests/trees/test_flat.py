@@ -6,7 +6,7 @@ import pytest
 
 from orbax_t5x import transforms as tr
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
+from orbax_t5x.trees.flat import NameClashError, flatten, unflatten, unwrapped
 from tests.support.transform_cases import AB
 
 
@@ -29,3 +29,7 @@ def test_any_names_nest_and_come_back(count):
         if any(longer.startswith(f"{name}/") for name, longer in itertools.permutations(names, 2)):
             with pytest.raises(NameClashError):
                 unflatten(flat)
+
+
+def test_only_what_has_no_name_is_the_whole_tree():
+    assert [unwrapped(unflatten(flat)) for flat in ({"": 1}, {"": {}}, {"/a": 1})] == [1, {}, {"": {"a": 1}}]
