@@ -78,9 +78,9 @@ FORMATS = {
     one.name: one
     for one in (
         Format("safetensors", Costs(3, 3), Costs(0, 6), bucket=Costs(6, 31)),
-        Format("bundle", Costs(3, 26), Costs(0, 7), is_summed=True),
-        Format("t5x", Costs(4, 25, 1, 0, 1), Costs(0, 7, 2), bucket=Costs(4, 25, 2, 0, 1), is_chunked=True),
-        Format("orbax", Costs(7, 47, 0, 1), Costs(0, 15), is_chunked=True, inline_bytes=1024),
+        Format("bundle", Costs(3, 3), Costs(0, 7), is_summed=True),
+        Format("t5x", Costs(4, 29, 1, 0, 1), Costs(0, 7, 2), bucket=Costs(4, 25, 2, 0, 1), is_chunked=True),
+        Format("orbax", Costs(7, 51, 0, 1), Costs(0, 15), is_chunked=True, inline_bytes=1024),
     )
 }
 
