@@ -162,7 +162,7 @@ def _is_same(view: Any, leaf: Any) -> bool:
     if view is leaf or not (isinstance(view, View) and isinstance(leaf, View)):
         return view is leaf
     return view.shape == leaf.shape and all(
-        all(one in view.requests(box) for one in leaf.requests(box)) for box in _corners(view.shape)
+        one in found for box in _corners(view.shape) for found in [view.requests(box)] for one in leaf.requests(box)
     )
 
 

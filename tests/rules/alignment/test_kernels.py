@@ -82,3 +82,28 @@ def test_kernels_have_outputs_first_or_last(kinds, opened, is_back):
     assert len(alignment.open) == opened, alignment
     if not opened:
         assert not wrong_leaves(alignment.inverse(), target, source)
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize("axes", [(None, 0), (None, 1), (0, None), (1, 0), (1, 1)])
+def test_kernels_of_layers_are_turned_on_any_axis(axes, is_back):
+    """Norms beside them show where the layers are."""
+
+    def blocks(last, axis):
+        layer = network(last, [("down", 6, 4, (3, 3), False), ("mid", 6, 6, (3, 3), False)])
+        layer["norm/scale" if last else "norm.weight"] = np.arange(500, 506, dtype=np.float32)
+        layers = [layer] * 5
+        layers = [{name: value + 1000 * number for name, value in layer.items()} for number, layer in enumerate(layers)]
+        join = "/" if last else "."
+        if axis is not None:
+            return {
+                f"blocks{join}{name}": np.stack([one[name] for one in layers], min(axis, layer[name].ndim))
+                for name in layers[0]
+            }
+        return {f"blocks{join}{at}{join}{name}": value for at, one in enumerate(layers) for name, value in one.items()}
+
+    sides = [blocks(last, axis) for last, axis in zip((False, True), axes, strict=True)]
+    source, target = sides[::-1] if is_back else sides
+    alignment = ot.rules.align(source, target)
+    assert alignment.is_complete and not wrong_leaves(alignment, source, target)
+    assert not wrong_leaves(alignment.inverse(), target, source)
