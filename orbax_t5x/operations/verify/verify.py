@@ -35,6 +35,7 @@ _BLOCK_BYTES = 32 << 20
 def verify(
     path: str | os.PathLike[str],
     *,
+    format: str | None = None,
     item: str | None = None,
     limits: Limits | None = None,
     progress: Progress | None = None,
@@ -47,6 +48,7 @@ def verify(
 
     Args:
       path: as `orbax_t5x.open_checkpoint` takes it.
+      format: as `orbax_t5x.open_checkpoint` takes it.
       item: which item of an Orbax step.
       limits: what a file's headers may claim.
       progress: called as `progress(done_bytes, total_bytes, leaf)` of this process's share; "bar" shows a bar on a
@@ -69,7 +71,7 @@ def verify(
     stats = ReadStats("full")
     with (
         divided(multiprocessing_options, os.fspath(path), "verify") as division,
-        open_together(path, item=item, limits=limits) as checkpoint,
+        open_together(path, format=format, item=item, limits=limits) as checkpoint,
         shown_progress(progress, "verifying") as on_progress,
     ):
         leaves = [leaf for view in checkpoint.leaves.values() for leaf in view.leaves()]

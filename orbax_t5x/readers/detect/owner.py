@@ -73,7 +73,9 @@ def two_owners(found: Mapping[str, str], path: str) -> UnsupportedCheckpointErro
     return UnsupportedCheckpointError(
         f"{'two' if len(found) == 2 else len(found)} formats own this path: {marks}",
         path=path,
-        fix=Fix.any_of(*(Fix.setting("say which by {}", format=name) for name in found)),
+        fix=Fix.any_of(
+            *(Fix.setting("say which to ot.open_checkpoint or ot.Source by {}", format=name) for name in found)
+        ),
     )
 
 

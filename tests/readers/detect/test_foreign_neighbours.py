@@ -190,6 +190,7 @@ def test_the_stronger_owner_is_opened(owner, neighbour, owned, tmp_path):
         for name, leaf in ((format, "good"), (other_format, "other")):
             with ot.open_checkpoint(path, format=name) as checkpoint:
                 assert checkpoint.format == name and leaf in checkpoint.leaves
+            assert leaf in {one.name for one in ot.verify(path, format=name).leaves}
         return
     is_owner = strength < other_strength or (strength == other_strength and owner == _FIRST_ENCODING)
     with ot.open_checkpoint(path) as checkpoint:
