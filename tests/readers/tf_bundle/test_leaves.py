@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.box import box_slices, full_box
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import Extent, slice_key
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
-from tests.support.bundle_damage import GOOD, costs_one_leaf
+from tests.support.bundle_damage import GOOD, VALUE, costs_one_leaf, place, with_entry
 from tests.support.bundle_writer import Bundle, bundle_of, entry, np_dtype, partitions, shard_path
 
 W = np.arange(40, dtype=np.float32).reshape(8, 5)
@@ -149,3 +149,27 @@ def test_too_many_dimensions_cost_one_leaf(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"Limits\.rank"):
         read_boxes(leaf_of(checkpoint, "a"), [])
     assert same_bits(read_whole(leaf_of(checkpoint, "bf")), ARRAYS["bf"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        (0, "no dtype"),
+        (9999, "9999"),
+        (20, "resource"),
+        (21, "variant"),
+        (11, "qint8"),
+        (101, "reference"),
+        (114, "reference"),
+    ],
+)
+def test_dtypes(tmp_path: Path, dtype: int, text: str) -> None:
+    prefix = with_entry(tmp_path, entry(dtype, [6], **place()))
+    costs_one_leaf(prefix, UnsupportedCheckpointError, text)
+    with open_tf_bundle(prefix) as checkpoint:
+        assert leaf_of(checkpoint, "bad").shape == (6,)
+
+
+def test_a_dtype_of_the_same_width_cannot_be_told_apart(tmp_path: Path) -> None:
+    with open_tf_bundle(with_entry(tmp_path, entry("int32", [6], **place()))) as checkpoint:
+        assert same_bits(read_whole(leaf_of(checkpoint, "bad")), VALUE.view(np.int32))
