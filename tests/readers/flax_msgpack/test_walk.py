@@ -53,3 +53,15 @@ def test_a_linear_number_of_bytes_is_read_to_open(tmp_path):
         data = msgpack.packb({f"{k:06}": k for k in range(count)})
         with open_bytes(tmp_path, data) as checkpoint:
             assert len(data) <= checkpoint.index_bytes <= len(data) + 1000
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 31, 32, 255, 256, 65535, 65536, 70000])
+def test_headers_of_every_width(tmp_path, size):
+    for value in ([None] * size, {f"{k:05}": k for k in range(size)}, "x" * size, b"x" * size):
+        data = msgpack.packb({"value": value})
+        node = walked(tmp_path, data)["value"]
+        if isinstance(node, StoredText):
+            assert data[node.start : node.start + node.size] == (value.encode() if isinstance(value, str) else value)
+            assert (node.short is None) == (size > 4096)
+        else:
+            assert node == value
