@@ -8,6 +8,8 @@ format keeps no checksum.
 from __future__ import annotations
 
 import os
+import struct
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -16,10 +18,10 @@ from orbax_t5x.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    LimitExceededError,
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.extras.gguf.header import GgufHeader, TensorEntry, read_header
 from orbax_t5x.extras.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
 from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
@@ -27,10 +29,217 @@ from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.files.strict_json import charge_parsed
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.flax_msgpack.walk import most_leaves, too_many
 from orbax_t5x.readers.hub_files import LFS_POINTER, PART, ModelFiles, parts_of, refuse_lfs_pointer
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
+from orbax_t5x.readers.ranges.window_reader import WindowReader
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# The most dimensions that GGML's tensors have.
+_MOST_DIMENSIONS = 4
+_ALIGNMENT_KEY = "general.alignment"
+_ALIGNMENT = 32
+_LARGEST_ALIGNMENT = 1 << 20
+# The fewest bytes of a key-value pair, and of a tensor's entry.
+_PAIR_BYTES, _TENSOR_BYTES = 13, 24
+# By the code of a value's type.
+_NUMBERS = {code: np.dtype(name) for code, name in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))}
+_NUMBERS |= {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+_TEXT, _ARRAY = 8, 9
+# Longer arrays and texts are described instead: they are tokenizers and templates.
+_KEPT_VALUES, _KEPT_TEXT_BYTES = 256, 1 << 16
+_DEEPEST_ARRAY = 8
+# A kept value takes some 100 bytes of memory.
+_FREE_VALUES, _FILE_BYTES_PER_VALUE = 1 << 15, 32
+
+
+class TensorEntry(NamedTuple):
+    """Entry of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    start: int
+
+
+class GgufHeader(NamedTuple):
+    """A parsed header; parsing read `index_bytes`."""
+
+    version: int
+    metadata: dict[str, Any]
+    tensors: list[TensorEntry]
+    index_bytes: int
+
+
+def read_header(file: StoredFile, limits: Limits) -> GgufHeader:
+    """Parses the header of a file; `metadata` are its key-value pairs."""
+    return _HeaderParser(file, limits).run()
+
+
+class _HeaderParser:
+    def __init__(self, file: StoredFile, limits: Limits):
+        self._file = file
+        self._limits = limits
+        self._reader = WindowReader(file)
+        self._values = 0
+        self._skipped_texts = 0
+
+    def run(self) -> GgufHeader:
+        reader = self._reader
+        if reader.left < len(MAGIC) or reader.take(len(MAGIC)) != MAGIC:
+            raise reader.corrupt("the file does not begin with 'GGUF'")
+        version = self._number("<I")
+        if version not in _VERSIONS:
+            is_swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            raise UnsupportedCheckpointError(
+                "a GGUF file of the other byte order (big-endian), which is not read"
+                if is_swapped
+                else f"version {version} of GGUF; versions 2 and 3 are read",
+                path=self._file.path,
+            )
+        tensors = self._count("tensors", self._number("<Q"), _TENSOR_BYTES)
+        pairs = self._count("key-value pairs", self._number("<Q"), _PAIR_BYTES)
+        if tensors > most_leaves(self._file.size):
+            raise too_many("tensors", most_leaves(self._file.size), self._file)
+        metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self._text("a key", self._limits.name_bytes)
+            if key in metadata:
+                raise reader.corrupt(f"the key {key[:200]!r} occurs twice")
+            metadata[key] = self._value(self._number("<I"), 0)
+            self._require_header_bytes()
+        entries: dict[str, TensorEntry] = {}
+        for _ in range(tensors):
+            tensor = self._tensor()
+            if tensor.name in entries:
+                raise CorruptCheckpointError("two tensors have this name", path=self._file.path, leaf=tensor.name)
+            entries[tensor.name] = tensor
+            self._require_header_bytes()
+        placed = self._placed(list(entries.values()), self._alignment(metadata))
+        return GgufHeader(version, metadata, placed, reader.bytes_read)
+
+    def _require_header_bytes(self) -> None:
+        if self._reader.position > self._limits.index_bytes:
+            raise LimitExceededError(
+                f"the header has more than Limits.index_bytes = {self._limits.index_bytes} bytes", path=self._file.path
+            )
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
+        alignment = metadata.get(_ALIGNMENT_KEY, _ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= _LARGEST_ALIGNMENT:
+            raise self._reader.corrupt(f"{_ALIGNMENT_KEY} is {str(alignment)[:200]}")
+        return alignment
+
+    def _placed(self, tensors: list[TensorEntry], alignment: int) -> list[TensorEntry]:
+        """Returns the tensors with offsets from the file's beginning."""
+        begin = -(-self._reader.position // alignment) * alignment
+        for tensor in tensors:
+            if tensor.start % alignment:
+                raise CorruptCheckpointError(
+                    f"its offset {tensor.start} is no multiple of the alignment {alignment}",
+                    path=self._file.path,
+                    leaf=tensor.name,
+                )
+        return [tensor._replace(start=begin + tensor.start) for tensor in tensors]
+
+    def _tensor(self) -> TensorEntry:
+        name = self._text("the name of a tensor", self._limits.name_bytes)
+        self._limits.require_name(name, self._file.path)
+        try:
+            rank = self._number("<I")
+            if rank > _MOST_DIMENSIONS:
+                raise self._reader.corrupt(f"{rank} dimensions; GGML's tensors have {_MOST_DIMENSIONS} at most")
+            sizes = [self._number("<Q") for _ in range(rank)]
+            type_code = self._number("<I")
+            offset = self._number("<Q")
+        except CheckpointError as error:
+            raise error_at(error, path=self._file.path, leaf=name) from None
+        return TensorEntry(name, tuple(reversed(sizes)), type_code, offset)
+
+    # -- values
+
+    def _number(self, form: str) -> int:
+        return struct.unpack(form, self._reader.take(struct.calcsize(form)))[0]
+
+    def _count(self, what: str, count: int, least_bytes: int) -> int:
+        """Returns a count of entries, proven to fit."""
+        if count * least_bytes > self._reader.left:
+            raise self._reader.corrupt(f"{count} {what} in the {self._reader.left} bytes that are left")
+        if count > self._limits.entries:
+            raise LimitExceededError(
+                f"{count} {what}, more than Limits.entries = {self._limits.entries}", path=self._file.path
+            )
+        return count
+
+    def _text_size(self, what: str) -> int:
+        size = self._number("<Q")
+        if size > self._reader.left:
+            raise self._reader.corrupt(f"{what} of {size} bytes, and {self._reader.left} are left")
+        return size
+
+    def _text(self, what: str, limit: int) -> str:
+        size = self._text_size(what)
+        if size > limit:
+            raise LimitExceededError(f"{what} of {size} bytes, more than {limit}", path=self._file.path)
+        try:
+            return self._reader.take(size).decode()
+        except UnicodeDecodeError:
+            raise self._reader.corrupt(f"{what} is not UTF-8") from None
+
+    def _value(self, code: int, depth: int) -> Any:
+        """Reads a value; a long text or array is described instead."""
+        self._values += 1
+        if self._values > _FREE_VALUES + self._file.size // _FILE_BYTES_PER_VALUE:
+            raise too_many("values", self._values - 1, self._file)
+        if code in _NUMBERS:
+            return self._numbers(_NUMBERS[code], 1)[0]
+        if code == _TEXT:
+            size = self._text_size("a text")
+            if size > _KEPT_TEXT_BYTES:
+                self._reader.skip(size)
+                return f"(a text of {size} bytes)"
+            return self._reader.take(size).decode(errors="replace")
+        if code == _ARRAY:
+            return self._array(depth + 1)
+        raise self._reader.corrupt(f"a value of the unknown type {code}")
+
+    def _array(self, depth: int) -> Any:
+        if depth > _DEEPEST_ARRAY:
+            raise LimitExceededError(f"arrays nested deeper than {_DEEPEST_ARRAY}", path=self._file.path)
+        code, count = self._number("<I"), self._number("<Q")
+        if code in _NUMBERS:
+            size = _NUMBERS[code].itemsize
+            if count * size > self._reader.left:
+                raise self._reader.corrupt(f"an array of {count} numbers in the {self._reader.left} bytes left")
+            if count <= _KEPT_VALUES:
+                return self._numbers(_NUMBERS[code], count)
+            self._reader.skip(count * size)
+        elif code == _TEXT and count > _KEPT_VALUES:
+            self._skip_texts(self._count("texts", count, 8))
+        elif code in (_TEXT, _ARRAY) and count <= _KEPT_VALUES:
+            return [self._value(code, depth) for _ in range(count)]
+        else:
+            raise self._reader.corrupt(f"an array of {count} values of the type {code}")
+        return f"(an array of {count} values)"
+
+    def _numbers(self, dtype: np.dtype, count: int) -> list[Any]:
+        values = np.frombuffer(self._reader.take(count * dtype.itemsize), np.uint8 if dtype.kind == "b" else dtype)
+        if dtype.kind == "b" and count and int(values.max()) > 1:
+            raise self._reader.corrupt("a bool that is neither 0 nor 1")
+        return values.astype(dtype).tolist()
+
+    def _skip_texts(self, count: int) -> None:
+        self._skipped_texts += count
+        if self._skipped_texts > self._limits.entries:
+            raise LimitExceededError(
+                f"more than Limits.entries = {self._limits.entries} texts in its arrays", path=self._file.path
+            )
+        for _ in range(count):
+            self._reader.skip(self._text_size("a text"))
+
 
 SUFFIX = ".gguf"
 _SINGLE = np.dtype(np.float32)
