@@ -66,8 +66,8 @@ SCHEMES: Registry[Scheme] = Registry(
     {
         "http": "orbax_t5x.extras.web.schemes:WEB",
         "https": "orbax_t5x.extras.web.schemes:WEB",
-        "s3": "orbax_t5x.extras.buckets.schemes:BUCKETS",
-        "gs": "orbax_t5x.extras.buckets.schemes:BUCKETS",
+        "s3": "orbax_t5x.extras.buckets.buckets:BUCKETS",
+        "gs": "orbax_t5x.extras.buckets.buckets:BUCKETS",
         "hf": "orbax_t5x.extras.web.schemes:HUB",
     },
     group="orbax_t5x.schemes",

@@ -13,6 +13,7 @@ import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.files.native_errors import parse_error
+from orbax_t5x.files.places import Scheme, lower_scheme, split_url
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
 from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import (
@@ -126,3 +127,11 @@ def open_kvstore(base: str) -> ts.KvStore:
         region = next((found for name in _S3_REGIONS if (found := os.environ.get(name))), _ANY_REGION)
         spec |= {"endpoint": endpoint, "aws_region": region}
     return ts.KvStore.open(spec, context=ts.Context(_SETTINGS)).result()
+
+
+def _plain_url(url: str) -> str:
+    split_url(url)
+    return lower_scheme(url)
+
+
+BUCKETS = Scheme(_plain_url, split_url, Bucket)
