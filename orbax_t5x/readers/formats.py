@@ -17,8 +17,7 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.owner import hinted_owner, owner_of_directory, owner_of_file
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import UserPath, check_item, path_text
-from orbax_t5x.readers.format import Format
-from orbax_t5x.readers.format_table import FORMATS, all_formats, format_named
+from orbax_t5x.readers.format_table import FORMATS, Format, all_formats, format_named
 from orbax_t5x.text.wording import did_you_mean
 
 _newest_of_root = on_demand.function("orbax_t5x.readers.roots", "newest_of_root")

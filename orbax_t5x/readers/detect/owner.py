@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from orbax_t5x.errors import Fix, UnsupportedCheckpointError
 from orbax_t5x.files.places import files_at
 from orbax_t5x.readers.detect.probe import PathProbe
-from orbax_t5x.readers.format import Format, Mark
+from orbax_t5x.readers.format_table import Format, Mark
 
 _SPECIAL = frozenset("*?[")
 # The marks of a path in the order of their weight: own, hints of its own, hints beside it.
