@@ -1,28 +1,257 @@
 """PyTorch's files (`.bin`, `.pt`, `.pth`, `.ckpt`) by byte range.
 
-A file is a ZIP archive: a pickle that describes the tree, and a member for each storage; `sequential` has the form
-before 1.6. Opening parses the pickle as data, without PyTorch and without calling anything; the crc32 of each member is
-its checksum.
+A file is a ZIP archive: a pickle that describes the tree, and a member for each storage; the form before 1.6 has
+pickles, then counted storages. Opening parses the pickle as data, without PyTorch and without calling anything; the
+crc32 of each member is its checksum.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import struct
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fix, UnsupportedCheckpointError
-from orbax_t5x.extras.torch_zip.leaves import LeafMaker
-from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
-from orbax_t5x.extras.torch_zip.sequential import SequentialFile, is_sequential
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    Fix,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+    error_at,
+)
+from orbax_t5x.extras.torch_zip.opcodes import parse_next, parse_pickle
+from orbax_t5x.extras.torch_zip.stack import PickleEndsError
+from orbax_t5x.extras.torch_zip.values import (
+    WITHOUT_NUMPY,
+    Name,
+    Node,
+    Opaque,
+    StorageNode,
+    TensorNode,
+    Tuple,
+    itemsize_of,
+)
 from orbax_t5x.files.interface import StoredFile
-from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.limits import Limits, charge_metadata
 from orbax_t5x.files.places import files_at, open_directory_of
+from orbax_t5x.lazy.leaf import FileExtent, Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
+from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf, is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, parts_of, trainer_step
-from orbax_t5x.readers.zip_members import Archive
+from orbax_t5x.readers.leaves import BrokenLeaf
+from orbax_t5x.readers.ranges.strided import has_overlaps, last_element
+from orbax_t5x.readers.string_leaf import StringLeaf
+from orbax_t5x.readers.zip_leaf import ZipLeaf
+from orbax_t5x.readers.zip_members import STORED, Archive, Member
+
+# The pickle of the magic number, in protocol 2 and later ones.
+_BEGIN = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
+_BEGIN_BYTES = 32
+_VERSION = 1001
+_COUNT = struct.Struct("<q")
+# What is read at first; four times as much wherever the pickles are longer.
+_FIRST_BYTES = 1 << 20
+_LOADED_BYTES = 1 << 24
+
+
+def is_sequential(file: StoredFile) -> bool:
+    """Reports whether a file begins as PyTorch before 1.6 wrote it."""
+    return _BEGIN.match(bytes(file.read(0, min(file.size, _BEGIN_BYTES)))) is not None
+
+
+class SequentialFile(Archive):
+    """File with storages as members."""
+
+    is_swapped = sys.byteorder != "little"
+
+    def __init__(self, file: StoredFile, limits: Limits):
+        self.file = file
+        file.load(_LOADED_BYTES)
+        size = _FIRST_BYTES
+        while True:
+            data = bytes(file.read(0, min(size, file.size, int(limits.index_bytes))))
+            try:
+                self.tree, storages, keys, self.index_bytes = self._parse_pickles(data, limits)
+                break
+            except PickleEndsError:
+                if len(data) == file.size:
+                    raise
+                if len(data) >= limits.index_bytes:
+                    raise LimitExceededError(
+                        f"its pickles have more bytes than Limits.index_bytes = {limits.index_bytes}", path=file.path
+                    ) from None
+                size *= 4
+        self._place(storages, keys)
+
+    def _parse_pickles(self, data: bytes, limits: Limits) -> tuple[Node, dict[str, StorageNode | None], list[str], int]:
+        """Parses the pickles: tree, storages, order and first offset."""
+        at, size = 0, self.file.size
+        found: list[Node] = []
+        for _ in range(3):
+            found.append((one := parse_next(data, at, self.file.path, size, limits)).tree)
+            at = one.end
+        if found[1] != _VERSION:
+            raise UnsupportedCheckpointError(
+                f"PyTorch's form {found[1]!r:.40}, and there is {_VERSION}", path=self.file.path
+            )
+        main = parse_next(data, at, self.file.path, size, limits)
+        keys = parse_next(data, main.end, self.file.path, size, limits)
+        if not isinstance(keys.tree, list) or not all(isinstance(key, str) for key in keys.tree):
+            raise self.corrupt("its list of storages is none")
+        order = [str(key) for key in keys.tree]
+        if len(set(order)) != len(order) or set(order) != main.storages.keys():
+            raise self.corrupt("its list of storages is not that of the tensors")
+        return main.tree, main.storages, order, keys.end
+
+    def _place(self, storages: dict[str, StorageNode | None], keys: list[str]) -> None:
+        at = self.index_bytes
+        self.members = {}
+        for key in keys:
+            storage = storages[key]
+            if storage is None:
+                raise UnsupportedCheckpointError(
+                    f"its storage {key[:100]!r} is of a type that is not known, so that what follows cannot be found",
+                    path=self.file.path,
+                )
+            if storage.elements < 0:
+                raise self.corrupt(f"its storage {key[:100]!r} has two types or counts")
+            size = storage.elements * itemsize_of(storage.dtype)
+            self.members[key] = Member(at, size, size, None, STORED, b"", 0)
+            at += _COUNT.size + size
+        if at > self.file.size:
+            raise self.corrupt(f"its storages end at {at}, and the file has {self.file.size} bytes: it was cut")
+        self._storages = storages
+
+    def start_of(self, name: str) -> int:
+        """Finds a storage; compares its count with the pickle's."""
+        member, storage = self.members[name], self._storages[name]
+        (count,) = _COUNT.unpack(bytes(self.file.read(member.header, _COUNT.size)))
+        if storage is None or count != storage.elements:
+            raise self.corrupt(f"the storage {name[:100]!r} has {count} elements, and its tensors have another count")
+        return member.header + _COUNT.size
+
+    def extent(self, name: str) -> FileExtent:
+        member = self.members[name]
+        return FileExtent(self.file, member.header, member.header + _COUNT.size + member.size)
+
+
+_MAX_INT = 2**63 - 1
+
+
+class LeafMaker:
+    """Maker of a file's leaves."""
+
+    def __init__(self, archive: Archive, storages: str, *, swap: bool, limits: Limits):
+        self._archive = archive
+        self._storages = storages
+        self._swap = swap
+        self._limits = limits
+        # By the identity of the text, which is held: a pickle names one object any number of times.
+        self._texts: dict[int, tuple[str | bytes, bytes]] = {}
+
+    def leaf(self, name: str, node: Node) -> Leaf:
+        """Makes a leaf, or a broken leaf of an invalid node."""
+        path = self._archive.file.path
+        try:
+            return self._leaf(name, node)
+        except CheckpointError as error:
+            return BrokenLeaf(name, error_at(error, path=path, leaf=name))
+
+    def _leaf(self, name: str, node: Node) -> Leaf:
+        file = self._archive.file
+        if isinstance(node, TensorNode):
+            return self._tensor(name, node)
+        if isinstance(node, Opaque):
+            way = f"save {node.advice} in PyTorch, or " if node.advice else ""
+            raise UnsupportedCheckpointError(
+                f"it is {node.what}, which is not read; nothing was imported or called",
+                fix=Fix(f"{way}leave it out with ot.transforms.Drop({re.escape(name)!r})"),
+            )
+        if isinstance(node, Name):
+            node = node.text
+        if isinstance(node, (str, bytes)):
+            return StringLeaf(name, file.path, self._bytes_of(node), file)
+        if isinstance(node, (bool, int, float, complex)):
+            return NumberLeaf(name, file, _pickled_number(node))
+        raise UnsupportedCheckpointError("it is a storage without a tensor, which has no shape")
+
+    def _bytes_of(self, text: str | bytes) -> bytes:
+        """Returns the bytes of a text, made and charged once."""
+        found = self._texts.get(id(text))
+        if found is None:
+            charge_metadata(2 * len(text), self._archive.file.path)
+            found = self._texts[id(text)] = (text, text.encode() if isinstance(text, str) else text)
+        return found[1]
+
+    def _tensor(self, name: str, tensor: TensorNode) -> Leaf:
+        if tensor.metadata:
+            raise UnsupportedCheckpointError(
+                "its values are stored to be conjugated or negated when they are used",
+                fix=Fix("save tensor.resolve_conj().resolve_neg() in PyTorch"),
+            )
+        shape, strides = _checked_sizes("shape", tensor.shape), _checked_sizes("strides", tensor.strides)
+        (offset,) = _checked_sizes("offset", [tensor.offset])
+        if len(shape) != len(strides):
+            raise CorruptCheckpointError(f"{len(strides)} strides for {len(shape)} dimensions")
+        dtype = _storage_dtype(tensor.dtype)
+        self._limits.require_shape(shape, dtype)
+        count = self._elements(tensor, dtype)
+        end = 0 if 0 in shape else offset + last_element(shape, strides) + 1
+        if end > count:
+            raise CorruptCheckpointError(
+                f"shape {list(shape)} at strides {list(strides)} ends at the element {end} of a storage of {count}"
+            )
+        if 0 not in shape and has_overlaps(shape, strides):
+            raise CorruptCheckpointError(
+                f"the strides {list(strides)} of shape {list(shape)} overlap: several indices share an element",
+                fix=Fix("save tensor.contiguous() in PyTorch"),
+            )
+        member = self._storages + tensor.storage.key
+        return ZipLeaf(name, self._archive, member, offset * dtype.itemsize, shape, strides, dtype, swap=self._swap)
+
+    def _elements(self, tensor: TensorNode, dtype: np.dtype) -> int:
+        """Returns the elements of a storage, proven to be there."""
+        storage = tensor.storage
+        nbytes = storage.elements * itemsize_of(storage.dtype)
+        member = self._archive.members.get(self._storages + storage.key)
+        if member is None:
+            raise CorruptCheckpointError(f"its storage {storage.key[:100]!r} is missing")
+        if member.method != STORED:
+            raise CorruptCheckpointError(f"its storage {storage.key!r} is compressed, and PyTorch compresses none")
+        if member.size < nbytes:
+            raise CorruptCheckpointError(f"its storage {storage.key!r} has {member.size} bytes, and must have {nbytes}")
+        return nbytes // dtype.itemsize
+
+
+def _checked_sizes(what: str, value: Any) -> tuple[int, ...]:
+    # `type`, because True is an int.
+    if not isinstance(value, list) or not all(type(size) is int and 0 <= size <= _MAX_INT for size in value):
+        shown = list(value)[:10] if type(value) is Tuple else value
+        raise CorruptCheckpointError(f"its {what} is {str(shown)[:200]}, which are no sizes")
+    return tuple(value)
+
+
+def _storage_dtype(name: str | None) -> np.dtype:
+    if name is None or name in WITHOUT_NUMPY:
+        raise UnsupportedCheckpointError(f"NumPy has no type for torch.{name}")
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _pickled_number(value: bool | int | float | complex) -> np.ndarray:
+    """Returns a Python number as NumPy has it, integers in 64 bits."""
+    if isinstance(value, (bool, float, complex)):
+        return np.array(value)
+    if not -_MAX_INT - 1 <= value <= 2 * _MAX_INT + 1:
+        raise UnsupportedCheckpointError("an integer of more than 64 bits")
+    return np.array(value, np.int64 if value <= _MAX_INT else np.uint64)
+
 
 INDEX_SUFFIX = ".bin.index.json"
 # Names for a model in one file, for the index of several, and PEFT's for an adapter.

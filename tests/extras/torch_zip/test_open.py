@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -9,12 +10,31 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+)
 from orbax_t5x.lazy.box import box_slices, full_box
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read_boxes
 from tests.support.format_suites import TorchIndexSuite, TorchSuite
 from tests.support.http_store import serving
-from tests.support.torch_files import SavedTensor, archive, kinds, ordered, pickled, save_torch
+from tests.support.torch_files import (
+    Op,
+    SavedTensor,
+    archive,
+    call,
+    kinds,
+    name,
+    opcodes,
+    ordered,
+    pickled,
+    save_torch,
+    saved_arrays,
+    sequential,
+)
 
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 
@@ -119,11 +139,11 @@ def test_a_file_without_checksums(goldens):
 
 def test_forms_that_are_refused(goldens, tmp_path):
     said = {"scripted.pt": r"TorchScript[\s\S]*state_dict"}
-    for name, text in said.items():
+    for file, text in said.items():
         for format in (None, "torch"):
             with pytest.raises(UnsupportedCheckpointError, match=text) as caught:
-                ot.open_checkpoint(goldens / "torch" / name, format=format)
-            assert caught.value.path == str(goldens / "torch" / name)
+                ot.open_checkpoint(goldens / "torch" / file, format=format)
+            assert caught.value.path == str(goldens / "torch" / file)
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"w": 1}))
     with pytest.raises(UnsupportedCheckpointError, match=r"torch\.save did not write[\s\S]*as safetensors"):
         ot.open_checkpoint(tmp_path)
@@ -215,3 +235,265 @@ def test_a_directory_with_an_adapter_alone(tmp_path):
     save_torch(tmp_path / "adapter_model.bin", {"w": np.arange(3, dtype=np.float32)})
     with ot.open_checkpoint(tmp_path) as checkpoint:
         assert (checkpoint.format, [*checkpoint.leaves]) == ("torch", ["w"])
+
+
+GOOD = SavedTensor("0", "float32", 6, 0, (2, 3), (3, 1))
+STORED = {"0": np.arange(6, dtype=np.float32).tobytes(), "short": bytes(8)}
+
+
+def save(path, value, **members):
+    path.write_bytes(archive(pickled(value), STORED, **members))
+    return path
+
+
+BROKEN = {
+    "a negative size": GOOD._replace(shape=(-2, 3)),
+    "a negative stride": GOOD._replace(strides=(-3, 1)),
+    "a negative offset": GOOD._replace(offset=-1),
+    "a size of 2**63": GOOD._replace(shape=(1 << 63,), strides=(1,)),
+    "a stride of 2**63": GOOD._replace(strides=(1 << 63, 1)),
+    "an offset of 2**63": GOOD._replace(offset=1 << 63),
+    "sizes whose product overflows": GOOD._replace(shape=(1 << 31,) * 3, strides=(0, 0, 0)),
+    "no numbers": GOOD._replace(shape=(2.0, True), strides=(3, 1)),
+    "no tuple": GOOD._replace(shape=7),
+    "strides for another rank": GOOD._replace(strides=(1,)),
+    "beyond the storage": GOOD._replace(offset=1),
+    "beyond the storage by a stride": GOOD._replace(strides=(4, 1)),
+    "elements that overlap": GOOD._replace(shape=(3, 3), strides=(1, 1)),
+    "no storage": GOOD._replace(key="9"),
+    "a storage that is no storage": GOOD._replace(key="../byteorder"),
+    "a storage that is too short": GOOD._replace(key="short"),
+    "a count of 2**62": GOOD._replace(count=1 << 62),
+}
+
+
+@pytest.mark.parametrize("bad", BROKEN.values(), ids=BROKEN.keys())
+def test_descriptions_that_do_not_fit(tmp_path, bad):
+    path = save(tmp_path / "model.pt", {"bad": bad, "good": GOOD})
+    with ot.open_checkpoint(path) as checkpoint:
+        assert checkpoint.leaves["good"].get().tolist() == [[0, 1, 2], [3, 4, 5]]
+        with pytest.raises(CorruptCheckpointError) as caught:
+            checkpoint.leaves["bad"].get()
+        assert (caught.value.path, caught.value.leaf) == (str(path), "bad")
+    assert {leaf.name: leaf.status for leaf in ot.verify(path).leaves} == {"bad": "damaged", "good": "ok"}
+
+
+def test_too_many_dimensions(tmp_path):
+    path = save(tmp_path / "model.pt", {"bad": GOOD._replace(shape=(1,) * 40, strides=(0,) * 40)})
+    with ot.open_checkpoint(path) as checkpoint, pytest.raises(LimitExceededError, match="40 dimensions"):
+        checkpoint.leaves["bad"].get()
+
+
+def test_a_tensor_of_petabytes_is_one_number(tmp_path):
+    """A stride of 0 takes nothing of the file; the names are listed, a box is read, and the whole is refused."""
+    path = save(tmp_path / "model.pt", {"huge": GOOD._replace(shape=(1 << 25, 1 << 25), strides=(0, 0), offset=5)})
+    with ot.open_checkpoint(path) as checkpoint:
+        huge = checkpoint.leaves["huge"]
+        assert huge.shape == (1 << 25, 1 << 25)
+        assert huge[7, 5:9].get().tolist() == [5, 5, 5, 5]
+        with pytest.raises(LimitExceededError):
+            huge.get()
+
+
+@pytest.mark.parametrize("dtype", ["complex32", "float4_e2m1fn_x2"])
+def test_types_that_numpy_lacks(tmp_path, dtype):
+    stored = Op(opcodes(("storage", name("torch.storage", "UntypedStorage"), "0", "cpu", 24)) + b"Q")
+    tensor = call(name("torch._utils", "_rebuild_tensor_v3"), stored, 0, (2,), (1,), False, {}, name("torch", dtype))
+    with ot.open_checkpoint(save(tmp_path / "model.pt", {"a": tensor, "b": stored, "n": 1 << 64})) as checkpoint:
+        for leaf, said in (("a", dtype), ("b", "storage"), ("n", "64 bits")):
+            with pytest.raises(UnsupportedCheckpointError, match=said) as caught:
+                checkpoint.leaves[leaf].get()
+            assert caught.value.leaf == leaf
+
+
+@pytest.mark.parametrize("order", [b"little", b"big"])
+def test_every_type_in_both_orders(tmp_path, order):
+    rng = np.random.default_rng(2)
+    names = (
+        "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 float8_e5m2".split()
+    )
+    arrays = {kind: (rng.integers(0, 2, (3, 5))).astype(getattr(ml_dtypes, kind, kind)) for kind in names}
+    tensors, storages = saved_arrays(arrays)
+    if order == b"big":
+        storages = {
+            tensors[kind].key: arrays[kind].view(f"u{arrays[kind].itemsize}").byteswap().tobytes() for kind in names
+        }
+    (tmp_path / "model.pt").write_bytes(archive(pickled(tensors), storages, byteorder=order))
+    with ot.open_checkpoint(tmp_path / "model.pt") as checkpoint:
+        for kind, array in arrays.items():
+            np.testing.assert_array_equal(checkpoint.leaves[kind].get(), array)
+
+
+def test_a_byte_order_that_is_none(tmp_path):
+    with pytest.raises(CorruptCheckpointError, match="byteorder"):
+        ot.open_checkpoint(save(tmp_path / "model.pt", {"a": GOOD}, byteorder=b"middle"))
+
+
+def _directed(one, levels, width=31):
+    """Opcodes of lists of lists of one object: few bytes name it very often."""
+    data, number = one + b"q\x000", 0
+    for _ in range(levels):
+        data += b"](" + b"h" + bytes([number]) + (b"h" + bytes([number])) * (width - 1) + b"e"
+        number += 1
+        data += b"q" + bytes([number]) + b"0"
+    return data[:-1]
+
+
+@pytest.mark.parametrize("kind", ["text", "encoded", "object", "number"])
+def test_what_is_shared_takes_its_memory_once(tmp_path, kind):
+    """29,791 leaves of one object of 200 KB: a copy for each would take 6 GB."""
+    text = opcodes("x" * 200_000)
+    one = {
+        "text": text,
+        "encoded": call(name("_codecs", "encode"), "x" * 200_000, "latin1"),
+        "object": call(name("builtins", "set"), []),
+        "number": b"\x8a\xff" + b"\x7f" * 255,
+    }[kind]
+    beside = opcodes(GOOD)
+    pickle = b"\x80\x02](" + _directed(one, 3) + beside + b"e."
+    (tmp_path / "model.pt").write_bytes(archive(pickle, STORED))
+    tracemalloc.start()
+    with ot.open_checkpoint(tmp_path / "model.pt") as checkpoint:
+        assert len(checkpoint.leaves) == 31**3 + 1
+        leaves = [leaf_of(checkpoint, leaf) for leaf in ("0/0/0/0", "0/30/30/30")]
+        if kind in ("text", "encoded"):
+            assert {len(checkpoint.leaves[leaf.name].get().item()) for leaf in leaves} == {200_000}
+        else:
+            assert all(leaf.error.leaf == leaf.name for leaf in leaves)
+        taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken < 128 << 20
+
+
+def test_one_budget_bounds_names_texts_and_errors(tmp_path):
+    path = save(tmp_path / "model.pt", {"a": "x" * 50_000, "b": GOOD})
+    for bound in (10_000, 50_000):
+        with pytest.raises(LimitExceededError, match="metadata_bytes"):
+            ot.open_checkpoint(path, limits=ot.Limits(metadata_bytes=bound))
+    with ot.open_checkpoint(path, limits=ot.Limits(metadata_bytes=1 << 17)) as checkpoint:
+        assert len(checkpoint.leaves["a"].get().item()) == 50_000
+
+
+def test_calls_that_copy_what_is_shared_are_bounded(tmp_path):
+    """An OrderedDict of 1,000 items, and bytes of a text, made again and again from the same object."""
+    items = opcodes([[str(number), number] for number in range(1000)])
+    for shared, function in (
+        (Op(items), name("collections", "OrderedDict")),
+        (opcodes("x" * 100_000), name("_codecs", "encode")),
+    ):
+        last = opcodes("latin1") if b"encode" in function else b""
+        again = b"h\x01" + b"(h\x00" + last + b"tR0"
+        pickle = b"\x80\x02" + shared + b"q\x000" + function + b"q\x010" + again * 20_000 + opcodes(GOOD) + b"."
+        (tmp_path / "model.pt").write_bytes(archive(pickle, STORED))
+        with pytest.raises(LimitExceededError, match=r"more than \d+ objects"):
+            ot.open_checkpoint(tmp_path / "model.pt")
+
+
+WHOLE = SavedTensor("7", "float32", 6, 0, (2, 3), (3, 1))
+PART = SavedTensor("7", "float32", 6, 1, (2,), (3,))
+OTHER = SavedTensor("9", "int16", 2, 0, (2,), (1,))
+STORAGES = {"7": (6, np.arange(6, dtype=np.float32).tobytes()), "9": (2, np.array([5, -6], np.int16).tobytes())}
+TREE = {"a": WHOLE, "b": {"c": PART, "d": OTHER}, "epoch": 3}
+
+
+def save_sequential(path, tree=TREE, storages=STORAGES, **options):
+    path.write_bytes(sequential(pickled(tree), storages, **options))
+    return path
+
+
+@pytest.mark.parametrize("where", ["here", "over http"])
+def test_the_values_are_those_that_torch_loads(goldens, where):
+    expected = kinds(goldens, "kinds")
+    with serving(goldens / "torch") as store:
+        path = goldens / "torch" / "sequential.pt" if where == "here" else f"{store.url}/sequential.pt"
+        with ot.open_checkpoint(path) as checkpoint:
+            assert checkpoint.format == "torch" and checkpoint.leaves["epoch"].get() == 3
+            assert "argparse.Namespace" in str(leaf_of(checkpoint, "args").error)
+            names = [leaf for leaf in checkpoint.leaves if leaf in expected]
+            assert len(names) == 27
+            for leaf in names:
+                assert_same(checkpoint.leaves[leaf].get(), expected[leaf])
+
+
+def test_the_form_is_told_by_its_first_bytes_and_any_name(goldens, tmp_path):
+    data = (goldens / "torch" / "before_1_6.pt").read_bytes()
+    with ot.open_checkpoint(goldens / "torch" / "little.pt") as new:
+        for file in ("weights", "pytorch_model.bin", "a.pt"):
+            (tmp_path / file).write_bytes(data)
+            with ot.open_checkpoint(tmp_path / file) as old:
+                assert old.leaves.keys() == new.leaves.keys()
+                for leaf, value in new.leaves.items():
+                    assert_same(old.leaves[leaf].get(), value.get())
+    # A pickle that is none of torch's.
+    (tmp_path / "other").write_bytes(pickle.dumps({"w": 1}, 2))
+    with pytest.raises(UnsupportedCheckpointError, match="a pickle"):
+        ot.open_checkpoint(tmp_path / "other")
+
+
+def test_a_box_reads_its_own_bytes(tmp_path):
+    rows = np.arange(1 << 18, dtype=np.float32).reshape(256, 1024)
+    big = SavedTensor("0", "float32", rows.size, 0, rows.shape, (1024, 1))
+    path = save_sequential(tmp_path / "m.bin", {"w": big, "text": "x" * (1 << 21)}, {"0": (rows.size, rows.tobytes())})
+    with ot.open_checkpoint(path) as checkpoint:
+        found = read_boxes(leaf_of(checkpoint, "w"), [((8, 16), (0, 1024))])
+        assert_same(found.arrays[0], rows[8:16])
+        assert found.stats.bytes_read == 8 * 4096 and found.stats.gap_bytes == 0
+    with pytest.raises(LimitExceededError, match="index_bytes"):
+        ot.open_checkpoint(path, limits=ot.Limits(index_bytes=1 << 20))
+    assert {leaf.status for leaf in ot.verify(path).leaves} <= {"no checksum", "ok"}
+
+
+def test_files_of_python_2_and_older_rebuilders(tmp_path):
+    """An OrderedDict's items were arguments, its texts bytes; tensors had no gradient."""
+
+    def text(value):
+        return Op(b"U" + bytes([len(value)]) + value.encode())
+
+    storage = Op(opcodes(("storage", name("torch", "FloatStorage"), text("7"), text("cpu"), 6, None)) + b"Q")
+    tensor = call(name("torch._utils", "_rebuild_tensor"), storage, 0, (2, 3), (3, 1))
+    tree = call(name("collections", "OrderedDict"), [[text("w"), tensor]])
+    with ot.open_checkpoint(save_sequential(tmp_path / "m.pt", tree, {"7": STORAGES["7"]})) as checkpoint:
+        assert checkpoint.leaves["w"].get().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_part_of_a_storage_is_listed_and_the_rest_is_read(tmp_path):
+    part = Op(opcodes(("storage", name("torch", "FloatStorage"), "7", "cpu", 6, ("8", 1, 2))) + b"Q")
+    tensor = call(name("torch._utils", "_rebuild_tensor_v2"), part, 0, (2,), (1,), False, {})
+    with ot.open_checkpoint(save_sequential(tmp_path / "m.pt", {"part": tensor, "d": OTHER})) as checkpoint:
+        assert checkpoint.leaves["d"].get().tolist() == [5, -6]
+        assert "a part of a storage" in str(leaf_of(checkpoint, "part").error)
+
+
+def test_every_cut_is_a_typed_error(tmp_path):
+    data = sequential(pickled(TREE), STORAGES)
+    for end in range(len(data)):
+        (tmp_path / "m.pt").write_bytes(data[:end])
+        with pytest.raises(CheckpointError):
+            ot.open_checkpoint(tmp_path / "m.pt", format="torch")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"keys": ["7"]}, CorruptCheckpointError, "list of storages"),
+        ({"keys": ["7", "9", "9"]}, CorruptCheckpointError, "list of storages"),
+        ({"keys": "79"}, CorruptCheckpointError, "list of storages"),
+        ({"version": 1002}, UnsupportedCheckpointError, "1001"),
+        ({"tree": {"a": WHOLE._replace(count=1 << 62), "d": OTHER}}, CorruptCheckpointError, "it was cut"),
+        ({"tree": {"a": WHOLE, "b": WHOLE._replace(count=5), "d": OTHER}}, CorruptCheckpointError, "two types"),
+        ({"tree": {"a": call(name("os", "system"), "touch executed")}}, UnsafeCheckpointError, "os.system"),
+    ],
+)
+def test_what_contradicts_itself_is_a_typed_error(tmp_path, options, error, said):
+    with pytest.raises(error, match=said):
+        ot.open_checkpoint(save_sequential(tmp_path / "m.pt", **options))
+    assert [file.name for file in tmp_path.iterdir()] == ["m.pt"]
+
+
+def test_a_count_that_is_not_the_tensors_is_an_error_of_the_leaf(tmp_path):
+    path = save_sequential(tmp_path / "m.pt", storages={"7": (5, STORAGES["7"][1]), "9": STORAGES["9"]})
+    with ot.open_checkpoint(path) as checkpoint:
+        assert checkpoint.leaves["b/d"].get().tolist() == [5, -6]
+        with pytest.raises(CorruptCheckpointError, match="has 5 elements") as caught:
+            checkpoint.leaves["a"].get()
+        assert caught.value.leaf == "a"
