@@ -1,26 +1,221 @@
 """Safetensors checkpoints: a file or a directory of files.
 
-With or without an index; boxes are read by byte range. Opening reads the headers and `config.json`, nothing else;
-`_safetensors_header` proves them against the files' sizes. A name is in exactly one file: where an index names it, it
-must be there. The files are plain files inside the directory, or blobs of the Hugging Face hub cache that a snapshot
-links to. The format keeps no checksum.
+With or without an index; boxes are read by byte range. Opening reads the headers and `config.json`, nothing else. A
+header is an 8-byte little-endian length and that many bytes of JSON; the tensors' byte ranges follow one another from
+it to the end of the file without holes or overlaps, each as long as its shape and dtype require, so a proven header
+cannot make a reader leave the file, read bytes twice or miss some. A name is in exactly one file: where an index names
+it, it must be there. The files are plain files inside the directory, or blobs of the Hugging Face hub cache that a
+snapshot links to. The format keeps no checksum.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+    error_at,
+)
 from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
+from orbax_t5x.files.strict_json import ObjectMaker, Pairs, charge_parsed, parse_object
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.hub_files import LFS_POINTER, PART, ModelFiles, parts_of, refuse_lfs_pointer, trainer_step
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, Refusal, header_size, parse_header, require_end
+
+LENGTH_BYTES = 8
+# The format's own bound on headers; its reference reader refuses larger ones.
+_MAX_HEADER_BYTES = 100_000_000
+METADATA_KEY = "__metadata__"
+_MAX_INT = 2**63 - 1
+
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "U16": np.uint16,
+        "I16": np.int16,
+        "U32": np.uint32,
+        "I32": np.int32,
+        "U64": np.uint64,
+        "I64": np.int64,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F32": np.float32,
+        "F64": np.float64,
+        "C64": np.complex64,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    }.items()
+}
+# Several elements share a byte; NumPy has no such arrays.
+_PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+class Refusal(NamedTuple):
+    """Reason why a tensor cannot be read, smaller than an error."""
+
+    kind: type[CheckpointError]
+    message: str
+
+
+class Entry(NamedTuple):
+    """A tensor: its bytes are [start, stop) of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    dtype: np.dtype | Refusal
+
+
+def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> int:
+    """Reads the length of the JSON from the first 8 bytes."""
+    if len(first) < LENGTH_BYTES:
+        raise CorruptCheckpointError(f"{len(first)} bytes are too few for a safetensors file", path=path)
+    size = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if size > _MAX_HEADER_BYTES or (file_size is not None and size > file_size - LENGTH_BYTES):
+        has = "" if file_size is None else f" the file has {file_size}, and"
+        raise CorruptCheckpointError(
+            f"the header claims {size} bytes;{has} the format allows {_MAX_HEADER_BYTES}", path=path
+        )
+    return size
+
+
+def parse_header(data: bytes | bytearray, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
+    """Parses the tensors of a file, and its `__metadata__`."""
+    if not data.startswith(b"{"):
+        raise CorruptCheckpointError(f"the header begins with {bytes(data[:8])!r}, not with '{{'", path=path)
+    parsed = parse_object(data, path, pack=_pack)
+    metadata = _parse_metadata(parsed.pop(METADATA_KEY, {}), path)
+    if len(parsed) > limits.entries:
+        raise LimitExceededError(f"{len(parsed)} tensors, more than Limits.entries = {limits.entries}", path=path)
+    begin = LENGTH_BYTES + len(data)
+    # Millions of entries: none is kept in both forms.
+    entries = [_parse_entry(name, parsed.pop(name), begin, path, limits) for name in list(parsed)]
+    entries.sort(key=operator.attrgetter("start", "stop"))
+    position = begin
+    for entry in entries:
+        if entry.start != position:
+            what = "overlaps the one before" if entry.start < position else "leaves a hole before it"
+            raise CorruptCheckpointError(
+                f"its bytes [{entry.start - begin}, {entry.stop - begin}) {what}, which ends at {position - begin}",
+                path=path,
+                leaf=entry.name,
+            )
+        position = entry.stop
+    return entries, metadata
+
+
+def require_end(entries: Sequence[Entry], begin: int, file: StoredFile) -> None:
+    """Proves that a file ends with its last tensor."""
+    end = entries[-1].stop if entries else begin
+    if not file.require_size(end):
+        raise CorruptCheckpointError(f"the tensors end at byte {end}, and the file at byte {file.size}", path=file.path)
+
+
+def _pack(as_dict: ObjectMaker, pairs: Pairs) -> Any:
+    """Packs an entry as a tuple; other objects stay dicts."""
+    if len(pairs) != 3:
+        return as_dict(pairs)
+    (first, code), (second, shape), (third, offsets) = pairs
+    if first != "dtype" or second != "shape" or third != "data_offsets":
+        fields = dict(pairs)
+        code, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if type(code) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
+        return as_dict(pairs)
+    sizes: list[Any] = [*shape, *offsets]
+    for size in sizes:
+        # `type`, because True is an int; the bound, because the sum with the header's size must stay a file offset.
+        if type(size) is not int or not 0 <= size <= _MAX_INT:
+            return as_dict(pairs)
+    return code, tuple(shape), offsets[0], offsets[1]
+
+
+def _parse_metadata(metadata: Any, path: str) -> dict[str, str]:
+    if metadata is None:  # the format's own library takes null for no metadata
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptCheckpointError(f"{METADATA_KEY} is not an object of strings", path=path)
+    charge_parsed(metadata, path)
+    return metadata
+
+
+def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -> Entry:
+    try:
+        limits.require_name(name, path)
+    except UnicodeEncodeError:
+        raise CorruptCheckpointError(f"the name {name[:80]!r} holds half a character", path=path) from None
+    code, shape, low, high = entry if type(entry) is tuple else _parse_fields(name, entry, path)
+    if len(shape) > limits.rank:
+        try:
+            limits.require_rank(len(shape))
+        except LimitExceededError as error:
+            raise error_at(error, path=path, leaf=name) from None
+    if high < low:
+        raise _no_range([low, high], name, path)
+    return Entry(name, shape, begin + low, begin + high, _dtype(code, shape, high - low, name, path, limits))
+
+
+def _parse_fields(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int, int]:
+    """Parses an entry with other keys, or raises its error."""
+    if not isinstance(entry, dict) or not isinstance(code := entry.get("dtype"), str):
+        raise CorruptCheckpointError("its entry has no dtype", path=path, leaf=name)
+    shape, offsets = (_sizes(entry.get(key), key, name, path) for key in ("shape", "data_offsets"))
+    if len(offsets) != 2:
+        raise _no_range(offsets, name, path)
+    return code, tuple(shape), offsets[0], offsets[1]
+
+
+def _sizes(value: Any, key: str, name: str, path: str) -> list[int]:
+    if type(value) is not list or any(type(size) is not int or not 0 <= size <= _MAX_INT for size in value):
+        raise CorruptCheckpointError(f"{key} is {str(value)[:200]}, not a list of sizes", path=path, leaf=name)
+    return value
+
+
+def _no_range(offsets: list[int], name: str, path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"data_offsets are {offsets}, not a begin and an end", path=path, leaf=name)
+
+
+def _dtype(code: str, shape: tuple[int, ...], size: int, name: str, path: str, limits: Limits) -> np.dtype | Refusal:
+    """Returns the dtype, or why it is refused."""
+    count = math.prod(shape)
+    bits = _PACKED_BITS.get(code) or (DTYPES[code].itemsize * 8 if code in DTYPES else None)
+    if bits is None:
+        return Refusal(UnsupportedCheckpointError, f"its dtype {code[:100]!r} is not known")
+    if count * bits != size * 8:
+        raise CorruptCheckpointError(
+            f"{code} of shape {list(shape)} takes {count * bits / 8:g} bytes, and its range has {size}",
+            path=path,
+            leaf=name,
+        )
+    if code in _PACKED_BITS:
+        return Refusal(UnsupportedCheckpointError, f"its dtype {code} packs elements of {bits} bits")
+    try:
+        limits.require_shape(shape, DTYPES[code])
+    except CheckpointError as error:
+        return Refusal(type(error), error.message)
+    return DTYPES[code]
+
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
