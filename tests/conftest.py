@@ -35,8 +35,7 @@ import hypothesis
 import jax
 import pytest
 
-from orbax_t5x.files.descriptor import Descriptor
-from orbax_t5x.files.paths import Root
+from orbax_t5x.files.paths import Descriptor, Root
 from orbax_t5x.text import progress_bar
 
 GOLDENS = Path(__file__).parent / "goldens"

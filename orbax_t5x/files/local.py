@@ -34,9 +34,8 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     for_caller,
 )
-from orbax_t5x.files.descriptor import Descriptor
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
-from orbax_t5x.files.paths import FILE_FLAGS, FileIdentity, Root, io_error
+from orbax_t5x.files.paths import FILE_FLAGS, Descriptor, FileIdentity, Root, io_error
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.windows import fill_held, is_held
 

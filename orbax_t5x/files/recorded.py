@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
-from orbax_t5x.files.descriptor import Descriptor
 from orbax_t5x.files.interface import ArrayDirectory, Look, Snapshot, Subdirectories
 from orbax_t5x.files.local import File, LocalFiles
-from orbax_t5x.files.paths import FileIdentity
+from orbax_t5x.files.paths import Descriptor, FileIdentity
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 from orbax_t5x.files.tree_checks import described_files

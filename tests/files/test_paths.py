@@ -15,7 +15,8 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     UnsafeCheckpointError,
 )
-from orbax_t5x.files.paths import Root, split_name
+from orbax_t5x.files import paths
+from orbax_t5x.files.paths import Descriptor, Root, split_name
 
 BLOB = "0123456789abcdef" * 4
 
@@ -280,3 +281,38 @@ def make(path: Path, create) -> None:
         parent.mkdir(exist_ok=True)
     if not path.is_symlink() and not path.exists():
         create(path)
+
+
+@pytest.fixture
+def a_descriptor(tmp_path):
+    (tmp_path / "file").write_text("text")
+    return Descriptor(tmp_path / "file", os.O_RDONLY)
+
+
+def is_open(number):
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def test_it_is_closed_once(a_descriptor):
+    number = a_descriptor.number
+    with a_descriptor:
+        assert is_open(number)
+    assert not is_open(number)
+    a_descriptor.close()
+
+
+def test_it_is_closed_when_modules_are_gone_already(a_descriptor, monkeypatch):
+    """As at the interpreter's end, where an exception of `__del__` would be printed."""
+    number = a_descriptor.number
+    monkeypatch.setattr(paths, "os", None)
+    a_descriptor.__del__()
+    assert not is_open(number)
+
+
+def test_what_cannot_be_opened_is_not_closed(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Descriptor(tmp_path / "nothing", os.O_RDONLY)

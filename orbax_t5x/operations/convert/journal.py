@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.concurrency import await_to_end, reader_pool, run_in_pool
 from orbax_t5x.files.crc import CRC32C
-from orbax_t5x.files.descriptor import Descriptor
+from orbax_t5x.files.paths import Descriptor
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 
 _VERSION = 1

@@ -27,8 +27,8 @@ import uuid
 from pathlib import Path
 
 from orbax_t5x.errors import CheckpointIOError, UnsafeCheckpointError
-from orbax_t5x.files.descriptor import Descriptor
 from orbax_t5x.files.durability import sync_path
+from orbax_t5x.files.paths import Descriptor
 from orbax_t5x.operations.convert.journal import is_being_written, journals
 from orbax_t5x.operations.convert.output_format import BLOCKS_DIRECTORY
 from orbax_t5x.operations.convert.pipeline import STOP_FILE
