@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_t5x.concurrency import CallThread
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
-from orbax_t5x.files.error_data import error_as_data, error_from_data
+from orbax_t5x.files.transcript import error_as_data, error_from_data
 from orbax_t5x.multihost.coordination import lost_process
 from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.multihost.heartbeat import call_with_living_peers

@@ -31,9 +31,8 @@ import jax
 
 from orbax_t5x.concurrency import call_in_thread
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
-from orbax_t5x.files.error_data import error_as_data, error_from_data
 from orbax_t5x.files.places import current_transcript, using
-from orbax_t5x.files.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpoint
+from orbax_t5x.files.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpoint, error_as_data, error_from_data
 from orbax_t5x.multihost.coordination import (
     has_backend,
     key_value_store,

@@ -1,10 +1,13 @@
 """Transcripts of openings: what was recorded is answered and raised again, from bytes that are checked."""
 
+import json
+
 import pytest
 
+from orbax_t5x import errors
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError
 from orbax_t5x.files import transcript
-from orbax_t5x.files.transcript import Transcript, Viewpoint
+from orbax_t5x.files.transcript import Transcript, Viewpoint, error_as_data, error_from_data
 
 HERE = Viewpoint(3, 0)
 
@@ -53,3 +56,14 @@ def test_damaged_bytes_are_an_error():
     for damaged in (whole[:-1], b"", whole[:8] + b"{}", (9).to_bytes(8, "little") + b'[["a",1,9]]', whole[:8] + b"[1]"):
         with pytest.raises(CheckpointIOError, match="process 0 sent"):
             Transcript.decode(damaged, HERE)
+
+
+def test_errors_come_back_as_they_were():
+    fix = errors.Fix.any_of(errors.Fix.setting("pass {}", strict=False), errors.Fix("read the log"))
+    for kind in (errors.CorruptCheckpointError, errors.CheckpointGoneError, errors.LimitExceededError):
+        error = kind("bad", path="/a", leaf="w", fix=fix)
+        again = error_from_data(json.loads(json.dumps(error_as_data(error))))
+        assert type(again) is kind and str(again) == str(error) and (again.path, again.leaf) == ("/a", "w")
+    refused = error_from_data(error_as_data(errors.CheckpointIOError("refused", errno=5)), " (on process 1)")
+    assert refused.errno == 5 and refused.message == "refused (on process 1)"
+    assert error_as_data(KeyError("x")) is None and error_as_data(errors.RestorePlanError([])) is None
