@@ -64,11 +64,11 @@ class Scheme(NamedTuple):
 SCHEMES: Registry[Scheme] = Registry(
     "scheme",
     {
-        "http": "orbax_t5x.extras.web.schemes:WEB",
-        "https": "orbax_t5x.extras.web.schemes:WEB",
+        "http": "orbax_t5x.extras.web.web_server:WEB",
+        "https": "orbax_t5x.extras.web.web_server:WEB",
         "s3": "orbax_t5x.extras.buckets.buckets:BUCKETS",
         "gs": "orbax_t5x.extras.buckets.buckets:BUCKETS",
-        "hf": "orbax_t5x.extras.web.schemes:HUB",
+        "hf": "orbax_t5x.extras.web.hub_location:HUB",
     },
     group="orbax_t5x.schemes",
 )

@@ -36,7 +36,7 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import Root
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError
+from orbax_t5x.files.remote.responses import RequestError
 from orbax_t5x.readers.ranges.byte_runs import WindowGrid, union_runs
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from orbax_t5x.readers.tf_bundle.sstable import Table

@@ -23,7 +23,7 @@ import tensorstore as ts
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.extras.buckets.buckets import BUCKETS, open_kvstore, request_error
 from orbax_t5x.files.places import files_at, opening
-from orbax_t5x.files.remote.request_errors import BeyondEndError, remote_error
+from orbax_t5x.files.remote.responses import BeyondEndError, remote_error
 from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.operations.convert.destination import (
     Destination,

@@ -15,12 +15,13 @@ from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.files.native_errors import parse_error
 from orbax_t5x.files.places import Scheme, lower_scheme, split_url
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import (
     FIRST_DELAY_SECS,
     LONGEST_DELAY_SECS,
     MAX_RETRIES,
     PendingResponse,
+    RequestError,
+    RequestKind,
     Response,
     ResponseClock,
     Version,

@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from orbax_t5x.errors import CheckpointIOError, Fix, UnsupportedCheckpointError
-from orbax_t5x.extras.web.hub import commit_files, parse_hub_path, typed_hub_errors
-from orbax_t5x.extras.web.hub_commit import Commit, find_commit
+from orbax_t5x.extras.web.hub import Commit, commit_files, find_commit, parse_hub_path, typed_hub_errors
 from orbax_t5x.operations.convert.destination import Destination, require_overwrite, staging_directory
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.safetensors_output import WEIGHTS

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import logging
 import re
+import urllib.parse
 
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointIOError, error_at
-from orbax_t5x.extras.web.hub import MODEL_FILES, HubPath, download, is_cached, parse_hub_path
-from orbax_t5x.extras.web.hub_commit import Commit, find_commit
+from orbax_t5x.extras.web.hub import (
+    MODEL_FILES,
+    Commit,
+    HubPath,
+    download,
+    download_files,
+    find_commit,
+    is_cached,
+    parse_hub_path,
+)
 from orbax_t5x.extras.web.hub_ranges import HubServer
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import shared_path
-from orbax_t5x.files.places import lower_scheme
+from orbax_t5x.files.places import Scheme, StoreUrl, lower_scheme
 from orbax_t5x.files.remote.responses import ResponseClock
 
 _logger = logging.getLogger(__name__)
@@ -93,3 +102,12 @@ def _locate_in_cache(path: str, wanted: HubPath, error: CheckpointError | Connec
             "%s: the hub does not answer (%s); its cache has the commit %s, which is read", path, error, there
         )
     return found
+
+
+def _split_hub_url(url: str) -> StoreUrl:
+    wanted = parse_hub_path(url)
+    revision = f"@{urllib.parse.quote(wanted.revision, safe='')}" if wanted.revision else ""
+    return StoreUrl(f"hf://{wanted.repository}{revision}", wanted.file, not wanted.file)
+
+
+HUB = Scheme(locate, _split_hub_url, HubServer, download=download_files)

@@ -19,16 +19,22 @@ from orbax_t5x.errors import (
     CheckpointNotFoundError,
     LimitExceededError,
 )
-from orbax_t5x.extras.web.hub import hub_endpoint, hub_token, parse_hub_path
-from orbax_t5x.extras.web.hub_commit import find_commit, known_commit
+from orbax_t5x.extras.web.hub import find_commit, hub_endpoint, hub_token, known_commit, parse_hub_path
 from orbax_t5x.extras.web.web_answer import PAGE_BYTES, content_range, read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import WebResponse
 from orbax_t5x.extras.web.web_server import WebClient
 from orbax_t5x.files.places import answered
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
-from orbax_t5x.files.remote.responses import PendingResponse, Response, ResponseClock, Version, known_response
+from orbax_t5x.files.remote.responses import (
+    PendingResponse,
+    RequestError,
+    RequestKind,
+    Response,
+    ResponseClock,
+    Version,
+    known_response,
+)
 from orbax_t5x.files.remote.server import Server
 
 _Result = TypeVar("_Result")

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from orbax_t5x.errors import CheckpointIOError, LimitExceededError
 from orbax_t5x.extras.web.web_response import WebResponse
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
-from orbax_t5x.files.remote.responses import Response, Version
+from orbax_t5x.files.remote.responses import RequestError, RequestKind, Response, Version
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
 _MISSING = (404, 410)

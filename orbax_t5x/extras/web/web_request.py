@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
 from orbax_t5x.files.remote.responses import (
     FIRST_DELAY_SECS,
     LONGEST_DELAY_SECS,
     MAX_RETRIES,
     PendingResponse,
+    RequestError,
+    RequestKind,
     Response,
     ResponseClock,
 )

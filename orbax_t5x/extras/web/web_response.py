@@ -16,7 +16,7 @@ from typing import Any, cast
 import urllib3
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
+from orbax_t5x.files.remote.responses import RequestError, RequestKind
 
 # A body is received in parts, for each of which memory is taken before it comes; or in smaller ones into given memory.
 _PART_BYTES = 16 << 20

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 import urllib3
 import urllib3.connection
 
-from orbax_t5x.errors import CheckpointError
+from orbax_t5x.errors import CheckpointError, UnsupportedCheckpointError
 from orbax_t5x.extras.web.web_answer import range_header, read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.extras.web.web_response import BoundedResponse, WebResponse
+from orbax_t5x.files.paths import url_scheme
+from orbax_t5x.files.places import Scheme, split_url
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
-from orbax_t5x.files.remote.responses import ResponseClock
+from orbax_t5x.files.remote.responses import RequestError, RequestKind, ResponseClock
 from orbax_t5x.files.remote.server import Server
 
 # As for TensorStore; beside it the environment variables of OpenSSL hold.
@@ -258,3 +259,16 @@ def _plain_error(reason: BaseException) -> RequestError:
         case _:
             return RequestError(f"no HTTP: {text}")
     return RequestError(text, kind)
+
+
+def _plain_url(url: str) -> str:
+    """Removes percent-encoding from the URL of a user."""
+    split_url(url)
+    if "?" in url or "#" in url:
+        raise UnsupportedCheckpointError(
+            "URLs with a query or a fragment are not read: the names of further files could not be appended", path=url
+        )
+    return f"{url_scheme(url)}://{urllib.parse.unquote(url.partition('://')[2])}"
+
+
+WEB = Scheme(_plain_url, split_url, WebServer)

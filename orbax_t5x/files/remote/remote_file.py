@@ -25,8 +25,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
-from orbax_t5x.files.remote.request_errors import BeyondEndError
-from orbax_t5x.files.remote.responses import NO_VERSION, Response, Version
+from orbax_t5x.files.remote.responses import NO_VERSION, BeyondEndError, Response, Version
 from orbax_t5x.files.remote.server import PendingRead, ReadAheadBudget, Server
 from orbax_t5x.files.transcript import Viewpoint
 from orbax_t5x.files.windows import held_bytes, is_held

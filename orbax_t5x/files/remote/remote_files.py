@@ -18,8 +18,7 @@ from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.places import FILE_SUFFIXES
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.remote.remote_file import RemoteFile
-from orbax_t5x.files.remote.request_errors import RequestKind, remote_error
-from orbax_t5x.files.remote.responses import Version
+from orbax_t5x.files.remote.responses import RequestKind, Version, remote_error
 from orbax_t5x.files.remote.server import connect
 
 # Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket

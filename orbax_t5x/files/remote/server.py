@@ -25,14 +25,16 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.places import StoreUrl, current_opening, current_transcript, scheme_of
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange, ReadContext
-from orbax_t5x.files.remote.request_errors import BeyondEndError, RequestError, remote_error
 from orbax_t5x.files.remote.responses import (
+    BeyondEndError,
     PendingResponse,
     RecordedResponse,
+    RequestError,
     Response,
     ResponseClock,
     Version,
     received_response,
+    remote_error,
 )
 from orbax_t5x.files.transcript import Transcript
 

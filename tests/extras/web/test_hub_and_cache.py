@@ -17,7 +17,8 @@ from hypothesis import settings
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.extras.web import hub_commit, web_request
+from orbax_t5x.extras.web import hub as hub_module
+from orbax_t5x.extras.web import web_request
 from tests.support.http_store import serving
 
 pytestmark = pytest.mark.slow
@@ -134,7 +135,7 @@ def test_silence_and_failures_never_change_a_commit(cache, redirecting_hub, capl
     found = {}
     states = [state for state in STATES if state.cache == cache]
     for state in states if settings.default.max_examples > 100 else states[::5]:
-        hub_commit._COMMITS.clear()
+        hub_module._COMMITS.clear()
         commits.cache(cache)
         found[state] = outcome(state, commits, caplog)
     assert {state: one for state, one in found.items() if one not in expected(state)} == {}

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError
-from orbax_t5x.extras.web import hub_commit
+from orbax_t5x.extras.web import hub as hub_module
 from orbax_t5x.readers.format_table import FORMATS
 from tests.support import t5x_steps
 from tests.support.bundle_writer import bundle_of
@@ -161,7 +161,7 @@ def unreachable(hub):
 @contextlib.contextmanager
 def silent(hub):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub_commit, "Limits", lambda: ot.Limits(io_timeout_secs=0.3))
+        patch.setattr(hub_module, "Limits", lambda: ot.Limits(io_timeout_secs=0.3))
         hub.fault = lambda request: "stall"
         yield
     hub.fault = lambda request: None

@@ -7,8 +7,7 @@ from orbax_t5x.extras.web.hub_ranges import REDIRECTS, HubRequests, server_of
 from orbax_t5x.extras.web.web_answer import read_answer
 from orbax_t5x.extras.web.web_request import WebRequest
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError
-from orbax_t5x.files.remote.responses import ResponseClock
+from orbax_t5x.files.remote.responses import RequestError, ResponseClock
 from tests.support.http_store import HttpStore, serving
 
 WANTED = BoundedRange.between(1, 3)

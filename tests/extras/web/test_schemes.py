@@ -3,7 +3,8 @@
 import pytest
 
 from orbax_t5x.errors import UnsupportedCheckpointError
-from orbax_t5x.extras.web.schemes import HUB, WEB
+from orbax_t5x.extras.web.hub_location import HUB
+from orbax_t5x.extras.web.web_server import WEB
 
 
 def test_web_servers_do_not_list_and_the_hub_does():

@@ -5,8 +5,7 @@ import pytest
 from orbax_t5x.errors import CheckpointIOError, LimitExceededError
 from orbax_t5x.extras.web.web_answer import content_range, range_header, read_answer
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
-from orbax_t5x.files.remote.responses import NO_VERSION, Version
+from orbax_t5x.files.remote.responses import NO_VERSION, RequestError, RequestKind, Version
 from tests.support.sent_bytes import response_of
 
 DATA = b"abcdefghij"

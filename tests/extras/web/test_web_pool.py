@@ -12,8 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 import orbax_t5x as ot
 from orbax_t5x.extras.web.web_server import WebServer, find_route
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
-from orbax_t5x.files.remote.responses import ResponseClock
+from orbax_t5x.files.remote.responses import RequestError, RequestKind, ResponseClock
 from tests.support.http_store import serving
 
 pytestmark = pytest.mark.usefixtures("no_proxies")

@@ -9,8 +9,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
-from orbax_t5x.files.remote.responses import ResponseClock
+from orbax_t5x.files.remote.responses import RequestError, RequestKind, ResponseClock
 from tests.support.http_store import serving
 
 DATA = bytes(range(256)) * 40

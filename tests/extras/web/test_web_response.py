@@ -7,7 +7,7 @@ import urllib3
 
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError
+from orbax_t5x.files.remote.responses import RequestError
 from tests.support.sent_bytes import SentBytes, received, response_of
 
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -7,8 +7,7 @@ import pytest
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.extras.web.web_server import WebServer
 from orbax_t5x.files.ranges import BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
-from orbax_t5x.files.remote.responses import ResponseClock
+from orbax_t5x.files.remote.responses import RequestError, RequestKind, ResponseClock
 from tests.support.http_store import serving
 
 DATA = bytes(range(256)) * 40

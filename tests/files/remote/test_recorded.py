@@ -4,8 +4,7 @@ import pytest
 
 from orbax_t5x.files.places import using
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.request_errors import RequestError, RequestKind
-from orbax_t5x.files.remote.responses import Response, ResponseClock, Version, known_response
+from orbax_t5x.files.remote.responses import RequestError, RequestKind, Response, ResponseClock, Version, known_response
 from orbax_t5x.files.remote.server import Server
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 
