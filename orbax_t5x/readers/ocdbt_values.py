@@ -31,7 +31,7 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.lazy.leaf import FileExtent
-from orbax_t5x.readers.tensorstore_errors import typed_error
+from orbax_t5x.readers.tensorstore_specs import typed_error
 
 _MANIFEST = "manifest.ocdbt"
 _FETCHED = "node"

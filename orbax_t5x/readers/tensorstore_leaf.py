@@ -31,8 +31,7 @@ from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare_box_sums, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import StoredChunks, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray
-from orbax_t5x.readers.tensorstore_errors import typed_error
-from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
+from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY, typed_error
 from orbax_t5x.readers.tiling import box_text
 
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.

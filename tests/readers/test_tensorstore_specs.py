@@ -1,11 +1,14 @@
 """Specs with which arrays are opened."""
 
+import errno
+
 import numpy as np
 import pytest
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
-from orbax_t5x.readers.tensorstore_specs import array_spec
+from orbax_t5x import errors
+from orbax_t5x.readers.tensorstore_specs import array_spec, typed_error
 from orbax_t5x.testing.leaf_reads import assert_same
 from tests.support.format_suites import save_orbax
 
@@ -36,3 +39,38 @@ def test_our_spec_is_orbaxs(tmp_path, ocdbt, zarr3):
         spec["kvstore"].pop("manifest", None)
         spec["kvstore"].get("base", {}).pop("file_io_locking", None)
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("UNAVAILABLE: try again", errors.CheckpointIOError),
+        ("PERMISSION_DENIED: no", errors.CheckpointIOError),
+        ("DATA_LOSS: checksum", errors.CorruptCheckpointError),
+        ("FAILED_PRECONDITION: expected int", errors.CorruptCheckpointError),
+        ("INVALID_ARGUMENT: Invalid key: ../x", errors.UnsafeCheckpointError),
+        ("UNIMPLEMENTED: codec", errors.UnsupportedCheckpointError),
+        (f"INTERNAL: open [os_error_code='{errno.EIO}']", errors.CheckpointIOError),
+        (f"NOT_FOUND: open [os_error_code='{errno.ENOENT}']", errors.CorruptCheckpointError),
+    ],
+)
+def test_a_local_failure_has_the_type_of_its_status(tmp_path, text, kind):
+    error = typed_error(ValueError(text), path=str(tmp_path), leaf="w", doing="reading", is_remote=False)
+    assert type(error) is kind
+    assert (error.path, error.leaf) == (str(tmp_path), "w")
+    assert "reading: " in str(error) and "os_error_code" not in str(error)
+
+
+def test_a_directory_that_is_gone_comes_first(tmp_path):
+    error = typed_error(
+        ValueError("DATA_LOSS: x"), path=str(tmp_path / "gone"), leaf=None, doing="reading", is_remote=False
+    )
+    assert type(error) is errors.CheckpointGoneError
+
+
+def test_a_store_that_fails_is_no_damage():
+    def kind(text):
+        return type(typed_error(ValueError(text), path="gs://bucket/x", leaf="w", doing="reading", is_remote=True))
+
+    assert kind("UNAVAILABLE: x") is errors.CheckpointIOError
+    assert kind("DATA_LOSS: x") is errors.CorruptCheckpointError

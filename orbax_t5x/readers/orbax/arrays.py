@@ -33,8 +33,7 @@ from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata, array_key, inside
 from orbax_t5x.readers.small_arrays import chunked_leaf
-from orbax_t5x.readers.tensorstore_errors import typed_error
-from orbax_t5x.readers.tensorstore_specs import TensorStoreValues, array_spec
+from orbax_t5x.readers.tensorstore_specs import TensorStoreValues, array_spec, typed_error
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
 _OPENING_AT_ONCE = 4096

@@ -1,7 +1,9 @@
 """Opening a native T5X step: what is known without opening arrays, and when TensorStore is asked."""
 
+import gzip
 import json
 import math
+import os
 from pathlib import Path
 
 import flax.serialization
@@ -14,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.array_kind import ArrayKind
-from orbax_t5x.readers.t5x import arrays
-from orbax_t5x.readers.t5x.zarr_metadata import parse_zarr_metadata
+from orbax_t5x.readers.t5x import open as open_module
+from orbax_t5x.readers.t5x.specs import parse_zarr_metadata
+from tests.support.t5x_steps import GOOD, array, broken, link, save, spec
 
 DTYPES = [np.dtype(kind) for kind in ("bool", "int8", "uint16", "int64", "float16", "float32", "complex64")]
 
@@ -97,7 +100,7 @@ def test_metadata_of_the_same_bytes_are_parsed_once_and_damage_is_each_leafs_own
         parsed.append(leaf)
         return parse_zarr_metadata(data, path, leaf, limits)
 
-    monkeypatch.setattr(arrays, "parse_zarr_metadata", counting)
+    monkeypatch.setattr(open_module, "parse_zarr_metadata", counting)
     good, other, bad = zarray((4, 3), (2, 3)), zarray((4, 5), (2, 5)), zarray((4, 3), (2, 0))
     documents = {"a": good, "b": bad, "c": good, "d": bad, "e": other, "f": good}
     with ot.open_checkpoint(step_of(tmp_path, documents)) as checkpoint:
@@ -164,3 +167,102 @@ def test_a_state_in_the_cache_of_the_hub_has_its_arrays_beside_its_link(tmp_path
     (step / "checkpoint").symlink_to(f"../../../blobs/{blob.name}")
     with ot.open_checkpoint(step / "checkpoint") as checkpoint:
         assert (checkpoint.step, checkpoint.leaves["a"].leaves()[0].error) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("place", "target"), [("bad", "../outside"), ("bad/.zarray", "../../outside/.zarray"), ("bad/0.0", "../../secret")]
+)
+def test_links_out_of_the_checkpoint(step, place, target):
+    save(step, spec())
+    link(step / place, target)
+    broken(step, UnsafeCheckpointError, "leads out")
+
+
+@pytest.mark.parametrize("place", ["bad", "bad/.zarray", "bad/0.0"])
+def test_dangling_links(step, place):
+    save(step, spec())
+    link(step / place, "nowhere")
+    broken(step, CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("target", ["../../secret", "../../../secret"])
+def test_a_link_below_a_directory_of_chunks(step, target):
+    array(step / "deep", dimension_separator="/")
+    save(step, spec("deep/"))
+    link(step / "deep" / "0" / "0", target + "" if target.count("..") == 3 else "../" + target)
+    broken(step, UnsafeCheckpointError, "leads out")
+
+
+@pytest.mark.parametrize("place", ["bad/.zarray", "bad/0.0", "bad/0/0"])
+def test_pipes(step, place):
+    save(step, spec())
+    path = step / place
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    broken(step, CorruptCheckpointError, "not a regular file|FIFO")
+
+
+def test_a_pipe_or_a_directory_in_place_of_the_array(step):
+    save(step, spec())
+    for file in (step / "bad").iterdir():
+        file.unlink()
+    broken(step, CorruptCheckpointError, "missing")
+    (step / "bad" / ".zarray").mkdir()
+    broken(step, CorruptCheckpointError, "directory")
+    (step / "bad" / ".zarray").rmdir()
+    (step / "bad").rmdir()
+    broken(step, CorruptCheckpointError, "missing")
+    os.mkfifo(step / "bad")
+    broken(step, CorruptCheckpointError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["short", "long", "flipped", "cut", "bomb", "empty", "gone"])
+def test_chunks(step, damage):
+    save(step, spec())
+    path = step / "bad" / "0.0"
+    data = path.read_bytes()
+    flipped = bytearray(data)
+    flipped[-6] ^= 1  # of the crc
+    new = {
+        "short": gzip.compress(GOOD.tobytes()[:-1]),
+        "long": gzip.compress(GOOD.tobytes() + b"\0"),
+        "flipped": bytes(flipped),
+        "cut": data[: len(data) // 2],
+        "bomb": gzip.compress(bytes(1 << 28), 1),
+        "empty": b"",
+    }
+    path.unlink()
+    if damage in new:
+        path.write_bytes(new[damage])
+    broken(step, CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+def test_uint16_is_bfloat16_in_old_versions_alone(step, version):
+    bits = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    said = {"shape": [2, 3], "chunks": [2, 3], "dtype": "<u2", "compressor": None}
+    place = {"driver": "file", "path": f"{step}/words/"}
+    ts.open({"driver": "zarr", "kvstore": place, "metadata": said}, create=True).result().write(bits).result()
+    leaves = {"bad": spec("words/", dtype="uint16"), "good": spec("good/")}
+    tree = {"version": version, "optimizer": leaves} if version else {"target": leaves}
+    (step / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
+    if version == 3:
+        broken(step, UnsupportedCheckpointError, "uint16")
+        return
+    with ot.open_checkpoint(step) as checkpoint:
+        lazy = checkpoint.leaves["bad" if version else "target/bad"]
+        assert lazy.dtype.name == "bfloat16"
+        assert lazy.get().tobytes() == bits.tobytes()
+
+
+def test_two_leaves_in_one_directory(step):
+    for place in ("bad/", "./bad", "bad//"):
+        save(step, spec(), another=spec(place))
+        with pytest.raises(CorruptCheckpointError, match="one was written over the other"):
+            ot.open_checkpoint(step)
+    (step / "also").symlink_to("bad")
+    save(step, spec(), another=spec("also"))
+    with pytest.raises(CorruptCheckpointError, match="one was written over the other"):
+        ot.open_checkpoint(step)
