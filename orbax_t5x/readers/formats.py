@@ -14,9 +14,16 @@ from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpoint
 from orbax_t5x.files.limits import Limits, check_limits
 from orbax_t5x.files.places import opening
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.detect.owner import hinted_owner, owner_of_directory, owner_of_file
-from orbax_t5x.readers.detect.probe import PathProbe, probe_path
-from orbax_t5x.readers.detect.user_path import UserPath, check_item, path_text
+from orbax_t5x.readers.detect import (
+    PathProbe,
+    UserPath,
+    check_item,
+    hinted_owner,
+    owner_of_directory,
+    owner_of_file,
+    path_text,
+    probe_path,
+)
 from orbax_t5x.readers.format_table import FORMATS, Format, all_formats, format_named
 from orbax_t5x.text.wording import did_you_mean
 

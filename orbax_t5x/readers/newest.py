@@ -10,9 +10,7 @@ from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.places import opening
-from orbax_t5x.readers.detect.owner import owner_of_directory
-from orbax_t5x.readers.detect.probe import PathProbe, probe_path
-from orbax_t5x.readers.detect.user_path import path_text
+from orbax_t5x.readers.detect import PathProbe, owner_of_directory, path_text, probe_path
 from orbax_t5x.readers.flax_msgpack.root import StepFile, step_files
 from orbax_t5x.readers.format_table import all_formats
 from orbax_t5x.readers.formats import open_checkpoint

@@ -7,8 +7,14 @@ import os
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.readers.detect.owner import owner_of_directory, two_owners
-from orbax_t5x.readers.detect.probe import PathProbe, Subdirectories, probe_path, subdirectories
+from orbax_t5x.readers.detect import (
+    PathProbe,
+    Subdirectories,
+    owner_of_directory,
+    probe_path,
+    subdirectories,
+    two_owners,
+)
 from orbax_t5x.readers.flax_msgpack.root import has_step_files, newest_file
 from orbax_t5x.readers.format_table import all_formats
 from orbax_t5x.readers.orbax.steps import (

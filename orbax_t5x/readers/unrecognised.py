@@ -23,7 +23,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.paths import LEADS_OUT, whole_url
 from orbax_t5x.files.places import FILE_SUFFIXES, files_at
-from orbax_t5x.readers.detect.probe import PathProbe, is_sstable, probe_path, subdirectories
+from orbax_t5x.readers.detect import PathProbe, is_sstable, probe_path, subdirectories
 from orbax_t5x.readers.format_table import Format
 from orbax_t5x.readers.orbax.steps import finished_steps, step_of_name
 from orbax_t5x.text.wording import listed

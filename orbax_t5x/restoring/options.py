@@ -16,7 +16,7 @@ import numpy as np
 from orbax_t5x.files.limits import check_limits, check_memory_limit
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
-from orbax_t5x.readers.detect.user_path import check_item
+from orbax_t5x.readers.detect import check_item
 from orbax_t5x.text.progress_bar import Progress, check_progress
 from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.patterns.table import Pattern, pattern_tuple

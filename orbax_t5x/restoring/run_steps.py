@@ -21,7 +21,7 @@ from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNot
 from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.files.places import opening
 from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata
-from orbax_t5x.readers.detect.probe import is_file, subdirectories
+from orbax_t5x.readers.detect import is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import read_custom_metadata
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, TEMPORARY_MARK, step_of_name
 

@@ -12,7 +12,7 @@ import jax
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.readers.detect.user_path import UserPath
+from orbax_t5x.readers.detect import UserPath
 from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.restoring.chains import FoundRules, OneSource, Transforms, chain_of
 from orbax_t5x.restoring.options import RestoreOptions

@@ -12,7 +12,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.files import local, tree_checks
-from orbax_t5x.readers.detect.probe import probe_path
+from orbax_t5x.readers.detect import probe_path
 from orbax_t5x.readers.roots import newest_of_root
 
 T5X_STATE = b"\x82\xa7version\x03\xa9optimizer\x82\xa6target\x80\xa5state\x80"

@@ -30,7 +30,7 @@ FILES = {
     "zip_members": "readers/test_zip_members.py",
     "tensorstore_leaf": "readers/test_tensorstore_leaf.py",
     "formats": "readers/test_formats.py",
-    "detection": "readers/detect/test_*.py",
+    "detection": "readers/test_[df]*.py",
     "bounded_parsing": "robustness/test_bounded_parsing.py",
     "files_changed_while_open": "robustness/test_files_changed_while_open.py",
     "deep_names": "robustness/test_deep_names.py",

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from orbax_t5x.errors import UnsupportedCheckpointError
-from orbax_t5x.readers.detect.probe import PathProbe, Subdirectories, is_msgpack_map, subdirectories
+from orbax_t5x.readers.detect import PathProbe, Subdirectories, is_msgpack_map, subdirectories
 
 _PREFIX = "checkpoint_"
 # As Python writes numbers; a sign that follows a letter or a digit belongs to the prefix.

@@ -36,8 +36,7 @@ from orbax_t5x.files.strict_json import charge_parsed, parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.detect.owner import owner_of_file
-from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
+from orbax_t5x.readers.detect import PathProbe, is_file, is_msgpack_map, owner_of_file, subdirectories
 from orbax_t5x.readers.format_table import T5X
 from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues

@@ -33,7 +33,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.paths import is_name
 from orbax_t5x.files.places import files_at
 from orbax_t5x.files.strict_json import parse_object
-from orbax_t5x.readers.detect.probe import PathProbe, Subdirectories, is_bundle_state, is_file, subdirectories
+from orbax_t5x.readers.detect import PathProbe, Subdirectories, is_bundle_state, is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"

@@ -12,7 +12,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.readers.detect.probe import probe_path
+from orbax_t5x.readers.detect import probe_path
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:Flax Checkpointing will soon be deprecated")

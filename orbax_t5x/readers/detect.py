@@ -1,20 +1,115 @@
-"""Finds the format that owns a path by the formats' marks.
+"""Detects the format of a path, by the formats' marks.
 
-Two owners are an error, in any order.
+Two owners are an error, in any order. Names and a few bytes are read once, without blocking. A `PathProbe` is plain
+data; the recognisers of the formats are functions of it, and reach the file system only through this module. The path
+itself is trusted. Names below it are probed through the root's resolver: a link that leads out is never followed, a
+FIFO or a device never opened.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
+import functools
 import glob
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources.abc import Traversable
 
-from orbax_t5x.errors import Fix, UnsupportedCheckpointError
-from orbax_t5x.files.places import files_at
-from orbax_t5x.readers.detect.probe import PathProbe
+from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError, for_caller
+from orbax_t5x.files.interface import Files, Subdirectories
+from orbax_t5x.files.places import files_at, scheme_of
 from orbax_t5x.readers.format_table import Format, Mark
+from orbax_t5x.text.masked import masked
+
+# Enough for every magic number, and for the first keys of a msgpack map.
+_HEAD_BYTES = 256
+# The last bytes of an SSTable are its magic number, those of an old T5X file its version.
+_TAIL_BYTES = 16
+_SSTABLE_MAGIC = bytes.fromhex("57fb808b247547db")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PathProbe:
+    """Result of a probe of a path.
+
+    Attributes:
+      path: absolute, symlinks as the caller gave them.
+      kind: "file", "directory", "missing", "special" (a FIFO, a socket, a device), or "outside" (a link that leads out
+        of the directory it was looked for in).
+      head: the first bytes of a file.
+      size: of a file; None where a remote store does not report it.
+      names: what a directory holds.
+    """
+
+    path: str
+    kind: str
+    head: bytes = b""
+    local_tail: bytes | None = None
+    size: int | None = 0
+    names: frozenset[str] = frozenset()
+    _probed: dict[str, PathProbe] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def files(self) -> Files:
+        """The files of the path."""
+        return files_at(self.path)
+
+    @functools.cached_property
+    def tail(self) -> bytes:
+        """The last bytes of a file."""
+        if self.local_tail is not None or self.kind != "file":
+            return self.local_tail or b""
+        return self.files.look(head=0, tail=_TAIL_BYTES).tail
+
+    def inside(self, name: str) -> PathProbe:
+        """Probes a name in this directory once."""
+        if name not in self._probed:
+            self._probed[name] = _probe(self.files, self.files.join(name), name)
+        return self._probed[name]
+
+
+def is_file(directory: str, name: str) -> bool:
+    """Tests if a name is a regular file, as `Files.has_file` does."""
+    return files_at(directory).has_file(name)
+
+
+def subdirectories(directory: str) -> Subdirectories:
+    """Lists a directory."""
+    return files_at(directory).subdirectories()
+
+
+def probe_path(path: str) -> PathProbe:
+    """Probes a path."""
+    files = files_at(path)
+    return _probe(files, files.named, "")
+
+
+def _probe(files: Files, path: str, name: str) -> PathProbe:
+    look = files.look(name, head=_HEAD_BYTES, tail=0 if files.is_remote else _TAIL_BYTES)
+    return PathProbe(path, look.kind, look.head, None if files.is_remote else look.tail, look.size, look.names)
+
+
+def is_sstable(probe: PathProbe) -> bool:
+    """Tests if a file ends as an SSTable does."""
+    return probe.kind == "file" and probe.tail.endswith(_SSTABLE_MAGIC)
+
+
+def is_bundle_state(probe: PathProbe) -> bool:
+    """Tests if a file is TensorFlow's record of the newest bundle."""
+    return probe.kind == "file" and b"model_checkpoint_path:" in probe.head
+
+
+def is_msgpack_map(probe: PathProbe) -> bool:
+    """Tests if a file begins with a msgpack map of text keys."""
+    if probe.kind != "file" or len(probe.head) < 2:
+        return False
+    first = probe.head[0]
+    size = 1 if 0x81 <= first <= 0x8F else {0xDE: 3, 0xDF: 5}.get(first, 0)
+    key = probe.head[size] if 0 < size < len(probe.head) else 0
+    return 0xA0 <= key <= 0xBF or key in (0xD9, 0xDA)
+
 
 _SPECIAL = frozenset("*?[")
 # The marks of a path in the order of their weight: own, hints of its own, hints beside it.
@@ -155,3 +250,45 @@ def _named(pattern: str, names: frozenset[str]) -> list[str]:
     if not _SPECIAL.isdisjoint(pattern):
         return fnmatch.filter(names, pattern)
     return [pattern] if pattern in names else []
+
+
+UserPath = str | os.PathLike[str] | Traversable
+"""Path or URL as users give it; files of a package are paths, too."""
+
+
+def path_text(path: UserPath) -> str:
+    """Returns the path as text; finds paths on the hub."""
+    if isinstance(path, (list, tuple)):
+        message = (
+            f"one path is opened at a time, and this is a {type(path).__name__} of {len(path)}; several sources are a "
+            "dict of names and paths, given to `restore`"
+        )
+        raise for_caller(TypeError(message))
+    if not isinstance(path, (str, os.PathLike)):
+        kind = path.__name__ if isinstance(path, type) else type(path).__name__
+        raise for_caller(TypeError(f"a checkpoint's path is text or an os.PathLike, not {kind}{_order_hint(path)}"))
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise for_caller(TypeError(masked(f"the path {path!r} is not text")))
+    if not text:
+        raise CheckpointNotFoundError("the path is empty; '.' is the working directory")
+    if "\0" in text:
+        raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
+    scheme = scheme_of(text)
+    return os.path.expanduser(text) if scheme is None else scheme.find(text)
+
+
+def _order_hint(given: object) -> str:
+    """Returns a hint on the order of a restore's arguments."""
+    is_target = isinstance(given, dict) or callable(given) or hasattr(type(given), "shape")
+    return "; the checkpoint is the first argument, and the target the second" if is_target else ""
+
+
+def check_item(item: object) -> None:
+    """Checks that `item=` is a name."""
+    if item is not None and not isinstance(item, str):
+        message = (
+            f"item= is the name of an item in an Orbax step, not a {type(item).__name__}; the tree to restore into is "
+            "the second argument, target"
+        )
+        raise for_caller(TypeError(message))

@@ -1,1 +1,0 @@
-"""Detection of a path's format, from names and a few bytes."""
