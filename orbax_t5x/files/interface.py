@@ -22,7 +22,10 @@ class ReadAhead(Protocol):
     """Announced reads in order; a remote store may begin them early."""
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Implements `StoredFile.read_into`."""
+        """Fills buffers with a file's bytes from `offset` on.
+
+        They are contiguous, of any dtype, and the bytes as they are; errors as `StoredFile.read`.
+        """
         ...
 
 
@@ -41,7 +44,34 @@ class FilePlace(Protocol):
         ...
 
 
-class StoredFile(FilePlace, Protocol):
+class StoredBytes(FilePlace, ReadAhead, Protocol):
+    """Bytes of a file, or of some ranges of it."""
+
+    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
+        """Announces reads of (offset, size).
+
+        The result reads exactly these, in this order.
+
+        Args:
+          ranges: to read.
+          into: the buffers that `read_into` will be given for each, which a remote store may fill before; empty if
+            they are not known yet, or hold other bytes until then.
+        """
+        ...
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """Proves that the file is unchanged since the opening.
+
+        This holds for the bytes read so far.
+
+        Raises:
+          CheckpointGoneError: it is not.
+          ValueError: the checkpoint was closed.
+        """
+        ...
+
+
+class StoredFile(StoredBytes, Protocol):
     """File below a root; reads may come from any thread."""
 
     @property
@@ -76,36 +106,6 @@ class StoredFile(FilePlace, Protocol):
         Raises:
           CorruptCheckpointError: the range is not inside the file.
           CheckpointIOError, CheckpointGoneError: the store failed, or the file is another one now.
-          ValueError: the checkpoint was closed.
-        """
-        ...
-
-    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Fills buffers with a file's bytes from `offset` on.
-
-        They are contiguous, of any dtype, and the bytes as they are; errors as `read`.
-        """
-        ...
-
-    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
-        """Announces reads of (offset, size).
-
-        The result reads exactly these, in this order.
-
-        Args:
-          ranges: to read.
-          into: the buffers that `read_into` will be given for each, which a remote store may fill before; empty if
-            they are not known yet, or hold other bytes until then.
-        """
-        ...
-
-    def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """Proves that the file is unchanged since the opening.
-
-        This holds for the bytes read so far.
-
-        Raises:
-          CheckpointGoneError: it is not.
           ValueError: the checkpoint was closed.
         """
         ...

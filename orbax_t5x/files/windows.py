@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.interface import StoredBytes
 
 # Contract: byte-range formats may read over gaps below this.
 MAX_GAP_BYTES = 4096
@@ -54,7 +54,7 @@ def windows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[FileWindow]:
 
 
 def read_windows(
-    file: StoredFile, windows: Iterable[FileWindow], *, leaf: str | None = None
+    file: StoredBytes, windows: Iterable[FileWindow], *, leaf: str | None = None
 ) -> Iterator[tuple[FileWindow, np.ndarray]]:
     """Reads windows of a file in order."""
     windows = list(windows)

@@ -17,7 +17,7 @@ import numpy as np
 
 from orbax_t5x.errors import CheckpointError, error_at
 from orbax_t5x.files.crc import CRC32C, Crc
-from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.interface import StoredBytes
 from orbax_t5x.lazy.box import Box, union_size
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 
@@ -36,7 +36,7 @@ class Request(NamedTuple):
 class FileExtent(NamedTuple):
     """Bytes [start, stop) of a file."""
 
-    file: StoredFile
+    file: StoredBytes
     start: int
     stop: int
 

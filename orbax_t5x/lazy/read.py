@@ -16,7 +16,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool, run_on_read_thread, wait_all, waiting_pool
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.interface import StoredBytes
 from orbax_t5x.files.memory import empty_array, naming_memory_errors
 from orbax_t5x.files.windows import MAX_GAP_BYTES, holding, read_windows, windows_of
 from orbax_t5x.lazy.box import Box, box_shape
@@ -80,9 +80,9 @@ class _Row(NamedTuple):
     requests: list[Request]
 
 
-def _neighbours(reads: Iterable[LeafReads]) -> tuple[list[tuple[StoredFile, list[_Row]]], list[LeafReads]]:
+def _neighbours(reads: Iterable[LeafReads]) -> tuple[list[tuple[StoredBytes, list[_Row]]], list[LeafReads]]:
     """Divides reads into small whole leaves, by file, and the rest."""
-    by_file: dict[StoredFile, list[_Row]] = {}
+    by_file: dict[StoredBytes, list[_Row]] = {}
     rest: list[LeafReads] = []
     for leaf, requests in reads:
         extent = leaf.extent if isinstance(leaf, BlockingLeaf) and leaf.error is None else None
@@ -107,7 +107,7 @@ def _is_shared(leaf: Leaf, size: int, requests: Sequence[Request]) -> bool:
     return size - leaf.bytes_of(tuple([request.box for request in requests])) < MAX_GAP_BYTES
 
 
-def _read_neighbours(file: StoredFile, rows: Sequence[_Row], stats: ReadStats) -> None:
+def _read_neighbours(file: StoredBytes, rows: Sequence[_Row], stats: ReadStats) -> None:
     """Reads small leaves of a file by windows.
 
     A window that cannot be read is read again leaf by leaf, so that the error names the right one.

@@ -14,7 +14,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
-from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.interface import StoredBytes
 from orbax_t5x.files.ranges import ReadContext
 from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import box_slices, intersect
@@ -41,7 +41,7 @@ class StoredValues(NamedTuple):
     """
 
     values: tuple[bytes | ValueLocation, ...]
-    file: StoredFile
+    file: StoredBytes
     extent: FileExtent | None
 
     @classmethod

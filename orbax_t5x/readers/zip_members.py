@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
 from orbax_t5x.files.crc import CRC32
 from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.files.limits import Limits
@@ -20,7 +20,6 @@ from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.windows import read_windows, windows_of
 from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.hub_files import LFS_POINTER, refuse_lfs_pointer
-from orbax_t5x.readers.ranges.extents import ByteExtent, DeferredExtents, JoinedExtents
 
 STORED, DEFLATED = 0, 8
 # A remote file up to this size is fetched whole: its members are all over it.
@@ -267,16 +266,3 @@ class Archive:
             raise self.corrupt(f"the member {name!r} has no sound ZIP64 sizes")
         numbers = iter(struct.unpack_from(f"<{sum(full)}Q", fields[0]))
         return [next(numbers) if is_full else value for is_full, value in zip(full, values, strict=True)]
-
-
-def member_bytes(archive: Archive, name: str, leaf: str) -> DeferredExtents:
-    """Returns the bytes of a stored member."""
-
-    def find() -> JoinedExtents:
-        try:
-            start = archive.start_of(name)
-        except CheckpointError as error:
-            raise error_at(error, path=archive.file.path, leaf=leaf) from None
-        return JoinedExtents(archive.file, [ByteExtent(start, archive.members[name].size)])
-
-    return DeferredExtents(archive.file, find)

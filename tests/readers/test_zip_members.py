@@ -19,7 +19,9 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
-from orbax_t5x.readers.zip_members import Archive, member_bytes
+from orbax_t5x.readers.zip_leaf import ZipLeaf
+from orbax_t5x.readers.zip_members import Archive
+from orbax_t5x.testing.leaf_reads import read_boxes
 from tests.support.zip_files import Entry, archive_of, sizes_64
 
 A, B = Entry(b"m/a", b"12345"), Entry(b"m/b", b"")
@@ -34,11 +36,8 @@ def open_bytes(directory, data, **limits):
 def contents(archive):
     found = {}
     for name, member in archive.members.items():
-        out = np.empty(member.size, np.uint8)
-        if member.size:
-            member_bytes(archive, name, "leaf").read_into(0, [out], leaf="leaf")
-        assert archive.read(name, 1 << 20, "") == out.tobytes()
-        found[name] = out.tobytes()
+        found[name] = archive.read(name, 1 << 20, "")
+        assert found[name] == bytes(archive.file.read(archive.start_of(name), member.size))
     return found
 
 
@@ -150,9 +149,10 @@ def test_limits(tmp_path):
 
 def test_an_error_in_a_member_names_the_leaf(tmp_path):
     archive = open_bytes(tmp_path, DAMAGED["another name"])
-    for use in (lambda member: member.read_into(0, [np.empty(5, np.uint8)]), lambda member: member.ahead([(0, 5)])):
+    leaf = ZipLeaf("the/leaf", archive, "m/a", 0, (5,), (1,), np.dtype(np.uint8))
+    for verify in ("off", "full"):
         with pytest.raises(CorruptCheckpointError, match="another name") as caught:
-            use(member_bytes(archive, "m/a", "the/leaf"))
+            read_boxes(leaf, None, verify)
         assert caught.value.leaf == "the/leaf"
 
 

@@ -37,8 +37,7 @@ from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_runs import WindowGrid, union_runs
 from orbax_t5x.readers.ranges.leaf import RangeLeaf
 from orbax_t5x.readers.ranges.scatter import Elements, Scatter
-from orbax_t5x.readers.ranges.strided import row_major
-from orbax_t5x.readers.zip_leaf import ZipLeaf
+from orbax_t5x.readers.zip_leaf import ZipLeaf, row_major
 from orbax_t5x.readers.zip_members import DEFLATED, STORED, Archive
 
 _READ_BYTES = 1 << 20

@@ -46,9 +46,8 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf, is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, parts_of, trainer_step
 from orbax_t5x.readers.leaves import BrokenLeaf
-from orbax_t5x.readers.ranges.strided import has_overlaps, last_element
 from orbax_t5x.readers.string_leaf import StringLeaf
-from orbax_t5x.readers.zip_leaf import ZipLeaf
+from orbax_t5x.readers.zip_leaf import ZipLeaf, has_overlaps, last_element
 from orbax_t5x.readers.zip_members import STORED, Archive, Member
 
 # The pickle of the magic number, in protocol 2 and later ones.

@@ -6,8 +6,10 @@ several ranges read as one. Numbers are known from the walk; long texts stay in 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,15 +22,15 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.files.interface import StoredFile
+from orbax_t5x.files.interface import ReadAhead, StoredFile
 from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import FileExtent, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText, most_leaves, too_many
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
-from orbax_t5x.readers.ranges.extents import ByteExtent, JoinedExtents
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, RangeLeaf
 
 _CHUNKED = "__msgpack_chunked_array__"
@@ -150,8 +152,7 @@ def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Li
             f"chunks of {elements} elements of {', '.join(sorted(map(str, dtypes)))} for an array of shape {shape}"
         )
     limits.require_shape(shape, chunks[0].dtype)
-    joined = JoinedExtents(file, [ByteExtent(chunk.start, chunk.nbytes) for chunk in chunks])
-    return ByteRangeLeaf(name, ByteRange(joined, 0, tuple(shape), chunks[0].dtype))
+    return ChunkedLeaf(name, JoinedExtents(file, [(one.start, one.nbytes) for one in chunks]), shape, chunks[0].dtype)
 
 
 def _in_index_order(node: Node, what: str) -> list[Any]:
@@ -162,6 +163,88 @@ def _in_index_order(node: Node, what: str) -> list[Any]:
         return [node[str(index)] for index in range(len(node))]
     except KeyError as error:
         raise CorruptCheckpointError(f"the {what} of a chunked array have no number {error}") from None
+
+
+class JoinedExtents:
+    """Byte ranges (start, size), joined to the file of a `ByteRange`."""
+
+    def __init__(self, file: StoredFile, extents: Sequence[tuple[int, int]]):
+        self._file = file
+        self._extents = [(start, size) for start, size in extents if size]
+        self._begins = list(itertools.accumulate((size for _, size in self._extents), initial=0))
+        self.path: str = file.path
+        self.is_remote: bool = file.is_remote
+        self.size: int = self._begins.pop() if self._extents else 0
+
+    @property
+    def extent(self) -> FileExtent | None:
+        """The bytes that hold the ranges, unless they lie apart."""
+        if not self._extents:
+            return None
+        start, stop = min(self._extents)[0], max(start + size for start, size in self._extents)
+        return FileExtent(self._file, start, stop) if stop - start - self.size < MAX_GAP_BYTES else None
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """Implements `StoredBytes.read_into`; `offset` counts from the first byte of the first range."""
+        self._read(self._file, offset, buffers, leaf)
+
+    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
+        """Implements `StoredBytes.ahead`."""
+        in_file = (run for offset, size in ranges for run in self._in_file(offset, size))
+        return _JoinedReadAhead(self, self._file.ahead(in_file))
+
+    def _in_file(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
+        """Yields (offset, size) in the file for a joined range."""
+        number = bisect.bisect_right(self._begins, offset) - 1
+        while size:
+            start, length = self._extents[number]
+            inside = offset - self._begins[number]
+            count = min(size, length - inside)
+            yield start + inside, count
+            offset, size, number = offset + count, size - count, number + 1
+
+    def _read(self, file: ReadAhead, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> None:
+        views = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
+        for start, size in self._in_file(offset, sum(view.size for view in views)):
+            into: list[np.ndarray] = []
+            while size:
+                run = views[0][:size]
+                views[0] = views[0][run.size :]
+                size -= run.size
+                if run.size:
+                    into.append(run)
+                if not views[0].size:
+                    views.pop(0)
+            file.read_into(start, into, leaf=leaf)
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """Implements `StoredBytes.check_unchanged`."""
+        self._file.check_unchanged(leaf=leaf)
+
+
+class _JoinedReadAhead:
+    """Announced reads of joined ranges."""
+
+    def __init__(self, joined: JoinedExtents, file: ReadAhead):
+        self._joined = joined
+        self._file = file
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        self._joined._read(self._file, offset, buffers, leaf)
+
+
+class ChunkedLeaf(ByteRangeLeaf):
+    """Array in several ranges of a file."""
+
+    __slots__ = ("_joined",)
+
+    def __init__(self, name: str, joined: JoinedExtents, shape: Sequence[int], dtype: np.dtype):
+        super().__init__(name, ByteRange(joined, 0, tuple(shape), dtype))
+        self._joined = joined
+
+    @property
+    def extent(self) -> FileExtent | None:
+        return self._joined.extent
 
 
 class NumberLeaf(RangeLeaf):

@@ -16,19 +16,19 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from orbax_t5x.concurrency import run_jobs
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.files.crc import CRC32C, Crc
+from orbax_t5x.files.interface import StoredBytes
 from orbax_t5x.files.windows import MAX_GAP_BYTES, WINDOW_BYTES
 from orbax_t5x.lazy.box import Box, box_shape, box_size, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, locate_box, split_ends, union_runs
-from orbax_t5x.readers.ranges.extents import StoredBytes
 from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
 
 # What one thread takes at a time of a large array.
@@ -91,19 +91,6 @@ class _ReadChecksums:
             self.ranges.append(ChecksummedRange(self._start, self._stop, self._crc))
         self._start, self._crc = self._stop, 0
         return self.ranges
-
-
-class ReadableRange(Protocol):
-    """Array of a file that is read by box."""
-
-    @property
-    def file(self) -> StoredBytes:
-        """The bytes that hold it."""
-        ...
-
-    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
-        """Fills all requests; blocks. Errors name the file and `leaf`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

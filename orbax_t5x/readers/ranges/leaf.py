@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -10,12 +11,11 @@ from orbax_t5x import on_demand
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32C
-from orbax_t5x.files.interface import FilePlace
+from orbax_t5x.files.interface import FilePlace, StoredBytes
 from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, FileExtent, HeldRead, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadableRange, ReadOutcome, StoredRange
-from orbax_t5x.readers.ranges.extents import DeferredExtents, JoinedExtents
+from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome, StoredRange
 from orbax_t5x.readers.ranges.scatter import as_stored
 
 # Of formats with checksums only.
@@ -76,11 +76,8 @@ class ByteRangeLeaf(RangeLeaf):
 
     @property
     def extent(self) -> FileExtent | None:
-        file, offset = self.range.file, self.range.offset
-        if isinstance(file, DeferredExtents):
-            return None
-        size = self.range.nbytes
-        return file.extent(offset, size) if isinstance(file, JoinedExtents) else FileExtent(file, offset, offset + size)
+        offset = self.range.offset
+        return FileExtent(self.range.file, offset, offset + self.range.nbytes)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         return self.range.bytes_of(boxes)
@@ -88,7 +85,8 @@ class ByteRangeLeaf(RangeLeaf):
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         self.raise_error()
         checksum = self.crc is not None and stats.verify != "off"
-        outcome = read_unchanged(self.range, requests, checksum=checksum, leaf=self.name)
+        read = partial(self.range.read, requests, checksum=checksum, leaf=self.name)
+        outcome = read_unchanged(self.range.file, read, self.name)
         stats.count(outcome.wanted, outcome.gaps)
         for one in outcome.ranges:
             stats.add_range(self, one)
@@ -102,8 +100,8 @@ class ByteRangeLeaf(RangeLeaf):
             is_one = len(requests) == 1
             wanted = requests[0].out.nbytes if is_one else leaf.bytes_of(tuple([request.box for request in requests]))
             is_summed = leaf.crc is not None and stats.verify != "off"
-            # A sum is of the whole; joined ranges may lie in another order.
-            is_other = isinstance(stored.file, JoinedExtents) or (is_summed and wanted != data.nbytes)
+            # An extent may have more bytes than the array, and a sum is of the whole.
+            is_other = data.nbytes != stored.nbytes or (is_summed and wanted != data.nbytes)
             if is_other or not isinstance(stored, ByteRange) or stored.swap or not as_stored(dtype):
                 leaf.read_blocking(requests, stats)
                 continue
@@ -132,12 +130,12 @@ class ByteRangeLeaf(RangeLeaf):
         return outcome.ranges[0].crc if outcome.ranges else 0
 
 
-def read_unchanged(range: ReadableRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
+def read_unchanged(file: StoredBytes, read: Callable[[], ReadOutcome], leaf: str) -> ReadOutcome:
     """Reads a file, proven unchanged since its opening; blocks."""
     try:
-        outcome = range.read(requests, checksum=checksum, leaf=leaf)
+        outcome = read()
     except CorruptCheckpointError:
-        range.file.check_unchanged(leaf=leaf)
+        file.check_unchanged(leaf=leaf)
         raise
-    range.file.check_unchanged(leaf=leaf)
+    file.check_unchanged(leaf=leaf)
     return outcome

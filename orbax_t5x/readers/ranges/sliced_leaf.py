@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +68,8 @@ class SlicedLeaf(RangeLeaf):
             wanted = [part for request in requests if (part := _within(request, one.box)) is not None]
             if not wanted:
                 continue
-            outcome = read_unchanged(one.range, wanted, checksum=checksum, leaf=self.name)
+            read = partial(one.range.read, wanted, checksum=checksum, leaf=self.name)
+            outcome = read_unchanged(one.range.file, read, self.name)
             stats.count(outcome.wanted, outcome.gaps)
             for covered in outcome.ranges:
                 stats.add_range(self, moved(covered, base))

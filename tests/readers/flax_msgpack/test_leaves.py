@@ -8,7 +8,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
-from orbax_t5x.readers.flax_msgpack.leaves import named_nodes
+from orbax_t5x.readers.flax_msgpack.leaves import JoinedExtents, named_nodes
 from orbax_t5x.readers.flax_msgpack.walk import walk
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read_boxes
 
@@ -52,3 +52,21 @@ def test_names_of_a_deep_tree_are_bounded_by_the_file(tmp_path):
     file = LocalFiles(tmp_path).file("file")
     with pytest.raises(ot.errors.LimitExceededError):
         list(named_nodes(walk(file, Limits())[0], file, Limits()))
+
+
+DATA = bytes(range(100))
+EXTENTS = [(10, 5), (40, 0), (3, 4), (90, 10), (10, 2)]
+JOINED = b"".join(DATA[start : start + size] for start, size in EXTENTS)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_any_range_cut_into_any_buffers_is_that_of_the_joined_bytes(tmp_path, announced):
+    (tmp_path / "data").write_bytes(DATA)
+    joined = JoinedExtents(LocalFiles(tmp_path).file("data"), EXTENTS)
+    assert joined.size == len(JOINED) == 21
+    for offset in range(joined.size):
+        for size in range(1, joined.size - offset + 1):
+            buffers = [np.full(size // 2, 255, np.uint8), np.full(size - size // 2, 255, np.uint8)]
+            source = joined.ahead([(offset, size)]) if announced else joined
+            source.read_into(offset, buffers)
+            assert np.concatenate(buffers).tobytes() == JOINED[offset : offset + size]
