@@ -22,26 +22,36 @@ _UNKNOWN = np.dtype(object)
 
 
 class BrokenLeaf(Leaf):
-    """Leaf of unknown shape and dtype.
+    """Leaf that cannot be read, often of unknown shape and dtype.
 
-    They read as () and object, and a plan that needs it raises `error`. Without `is_refused` it can be planned, to be
-    renamed and left out, and only reading it raises the error.
+    Unknown, they read as () and object. A plan that needs the leaf raises `error`. Without `is_refused` it can be
+    planned, to be renamed and left out, and only reading it raises the error.
     """
 
     # A file may claim hundreds of thousands: parts of an error take a third of it, and have no traceback, which would
     # hold the frames of a reader.
     __slots__ = ("_is_refused", "_kind", "_message", "_rest", "dtype", "name", "path", "shape")
 
-    def __init__(self, name: str, error: CheckpointError, *, is_refused: bool = True):
+    def __init__(
+        self,
+        name: str,
+        error: CheckpointError,
+        path: str | None = None,
+        *,
+        shape: tuple[int, ...] = (),
+        dtype: np.dtype = _UNKNOWN,
+        is_refused: bool = True,
+    ):
+        """Makes the leaf; `path` is for an error without a file."""
         self.name: str = name
-        self.path: str = error.path or ""
+        self.path: str = error.path or path or ""
         charge_metadata(_ERROR_BYTES, self.path)
-        self.shape: tuple[int, ...] = ()
-        self.dtype: np.dtype = _UNKNOWN
+        self.shape: tuple[int, ...] = shape
+        self.dtype: np.dtype = dtype
         self._kind = type(error)
         self._message = given_message(error)
-        rest = (error.leaf, error.fix, error.errno if isinstance(error, CheckpointIOError) else None)
-        self._rest = None if rest == (name, None, None) else rest
+        rest = (error.fix, error.errno if isinstance(error, CheckpointIOError) else None)
+        self._rest = None if rest == (None, None) else rest
         self._is_refused = is_refused
 
     @property
@@ -50,9 +60,9 @@ class BrokenLeaf(Leaf):
         return self._new_error() if self._is_refused else None
 
     def _new_error(self) -> CheckpointError:
-        leaf, fix, number = self._rest or (self.name, None, None)
+        fix, number = self._rest or (None, None)
         numbers = {} if number is None else {"errno": number}
-        return self._kind(self._message, path=self.path or None, leaf=leaf, fix=fix, **numbers)
+        return self._kind(self._message, path=self.path or None, leaf=self.name, fix=fix, **numbers)
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         raise self._new_error()

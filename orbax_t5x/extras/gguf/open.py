@@ -323,7 +323,7 @@ def _tensor_leaves(header: GgufHeader, file: StoredFile, limits: Limits) -> dict
             position = max(position, tensor.start + stored.nbytes)
             leaves[tensor.name] = ByteRangeLeaf(tensor.name, stored)
         except CheckpointError as error:
-            leaves[tensor.name] = BrokenLeaf(tensor.name, error_at(error, path=file.path, leaf=tensor.name))
+            leaves[tensor.name] = BrokenLeaf(tensor.name, error, file.path)
     return leaves
 
 

@@ -279,15 +279,13 @@ def _leaf_of_member(name: str, archive: Archive, member: str, heads: Mapping[str
     try:
         return _array_leaf(name, archive, member, heads[member], limits)
     except CheckpointError as error:
-        return BrokenLeaf(name, error_at(error, path=archive.file.path, leaf=name))
+        return BrokenLeaf(name, error, archive.file.path)
 
 
 def _array_leaf(name: str, archive: Archive, member: str, head: bytes, limits: Limits) -> Leaf:
     found = archive.members[member]
     if not member.endswith(_ARRAY_SUFFIX) or found.method not in _METHODS:
-        raise UnsupportedCheckpointError(
-            f"{member!r} is no array of NumPy, stored or deflated", path=archive.file.path, leaf=name
-        )
+        raise UnsupportedCheckpointError(f"{member!r} is no array of NumPy, stored or deflated")
     data = _array_head(archive, member, head)
     header = parse_npy_header(data)
     limits.require_shape(header.shape, header.dtype)

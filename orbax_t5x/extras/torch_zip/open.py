@@ -24,7 +24,6 @@ from orbax_t5x.errors import (
     Fix,
     LimitExceededError,
     UnsupportedCheckpointError,
-    error_at,
 )
 from orbax_t5x.extras.torch_zip.opcodes import parse_next, parse_pickle
 from orbax_t5x.extras.torch_zip.stack import PickleEndsError
@@ -157,11 +156,10 @@ class LeafMaker:
 
     def leaf(self, name: str, node: Node) -> Leaf:
         """Makes a leaf, or a broken leaf of an invalid node."""
-        path = self._archive.file.path
         try:
             return self._leaf(name, node)
         except CheckpointError as error:
-            return BrokenLeaf(name, error_at(error, path=path, leaf=name))
+            return BrokenLeaf(name, error, self._archive.file.path)
 
     def _leaf(self, name: str, node: Node) -> Leaf:
         file = self._archive.file

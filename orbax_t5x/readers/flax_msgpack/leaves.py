@@ -20,7 +20,6 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
-    error_at,
 )
 from orbax_t5x.files.interface import ReadAhead, StoredFile
 from orbax_t5x.files.limits import Limits
@@ -103,7 +102,7 @@ def msgpack_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Lea
     try:
         return _valid_leaf(name, node, file, limits)
     except CheckpointError as error:
-        return BrokenLeaf(name, error_at(error, path=file.path, leaf=name))
+        return BrokenLeaf(name, error, file.path)
 
 
 def _valid_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:

@@ -59,6 +59,6 @@ class Aggregate:
         """Returns the leaf of a value of the file."""
         value = self._nodes.get(node.name)
         if is_empty(value) or placeholder(value) is not None:
-            error = CorruptCheckpointError("the value is missing in the msgpack file", path=self._file.path, leaf=name)
-            return BrokenLeaf(name, error)
+            error = CorruptCheckpointError("the value is missing in the msgpack file")
+            return BrokenLeaf(name, error, self._file.path)
         return msgpack_leaf(name, value, self._file, self._limits)

@@ -15,13 +15,7 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from orbax_t5x.concurrency import OnceEach, waiting_pool
-from orbax_t5x.errors import (
-    CheckpointError,
-    CheckpointGoneError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    error_at,
-)
+from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from orbax_t5x.files.interface import Files, Snapshot
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.ranges import BoundedRange, ReadContext
@@ -119,7 +113,7 @@ class ItemArrays:
                 limits=self.limits,
             )
         except CheckpointError as error:
-            return BrokenLeaf(named.name, error_at(error, path=error.path or self.directory, leaf=named.name))
+            return BrokenLeaf(named.name, error, self.directory)
         except (ValueError, NotImplementedError) as error:
             doing, is_remote = "opening it", self.root.is_remote
             typed = typed_error(error, path=self.directory, leaf=named.name, doing=doing, is_remote=is_remote)

@@ -26,7 +26,6 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
-    error_at,
 )
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
@@ -262,7 +261,7 @@ class _OrbaxOpening:
                         del found[name]
                 self._sequences = {name for name in self._sequences if not name.startswith(prefix)}
         for item, error in broken.items():
-            self._leaves[item] = BrokenLeaf(item, error_at(error, path=error.path, leaf=item))
+            self._leaves[item] = BrokenLeaf(item, error)
         single = next(iter(described.values())) if len(described) == 1 else {}
         metadata = {
             "custom_metadata": single.get("custom_metadata"),
@@ -355,18 +354,14 @@ class _OrbaxOpening:
             self._leaves[named.name] = self._aggregate(item).leaf(named.node, named.name)
         except CheckpointNotFoundError:
             message = f"its value is in the msgpack file {MSGPACK_FILE!r} of an early Orbax, which is missing"
-            self._break(named, CorruptCheckpointError(message, path=self._root.join(item), leaf=named.name))
+            self._leaves[named.name] = BrokenLeaf(named.name, CorruptCheckpointError(message), self._root.join(item))
         except CheckpointError as error:
-            self._break(named, error_at(error, path=error.path, leaf=named.name))
-
-    def _break(self, named: NamedNode, error: CheckpointError) -> None:
-        self._leaves[named.name] = BrokenLeaf(named.name, error)
+            self._leaves[named.name] = BrokenLeaf(named.name, error)
 
     def _add_string(self, named: NamedNode, strings: Mapping[str, bytes], directory: str, sums: ItemSums) -> None:
         if named.node.param not in strings:
-            self._break(
-                named, CorruptCheckpointError("the string is missing in _strings.json", path=directory, leaf=named.name)
-            )
+            error = CorruptCheckpointError("the string is missing in _strings.json")
+            self._leaves[named.name] = BrokenLeaf(named.name, error, directory)
             return
         value, own = strings[named.node.param], sums.of(named.node.param)
         self._leaves[named.name] = _string_leaf(named.name, directory, value, self._root, own)
@@ -392,7 +387,7 @@ class _OrbaxOpening:
                 self._limits.require_shape(shape, dtype)
                 self._leaves[full_name] = EmptyLeaf(full_name, directory, shape, dtype)
             except CheckpointError as error:
-                self._leaves[full_name] = BrokenLeaf(full_name, error_at(error, path=directory, leaf=full_name))
+                self._leaves[full_name] = BrokenLeaf(full_name, error, directory)
 
 
 def _recorded_dtype(name: str) -> np.dtype | None:

@@ -290,7 +290,7 @@ class _SafetensorsFiles(ModelFiles):
         while entries:
             leaf, shape, start, _, dtype = entries.pop()  # so that none is kept in both forms
             if isinstance(dtype, Refusal):
-                self._leaves[leaf] = BrokenLeaf(leaf, dtype.kind(dtype.message, path=file.path, leaf=leaf))
+                self._leaves[leaf] = BrokenLeaf(leaf, dtype.kind(dtype.message), file.path)
             else:
                 self._leaves[leaf] = ByteRangeLeaf(leaf, ByteRange(file, start, shape, dtype))
 

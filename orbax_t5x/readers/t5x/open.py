@@ -19,8 +19,6 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -28,7 +26,6 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     LeafMismatchError,
     UnsupportedCheckpointError,
-    error_at,
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files
 from orbax_t5x.files.limits import Limits
@@ -45,15 +42,20 @@ from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, newest_directory, newest_first, step_of_name
 from orbax_t5x.readers.small_arrays import chunked_leaf
-from orbax_t5x.readers.t5x.specs import METADATA_FILE, ArraySpec, ZarrMetadata, is_spec, parse_spec, parse_zarr_metadata
+from orbax_t5x.readers.t5x.specs import (
+    METADATA_FILE,
+    ZARR_DTYPES,
+    ArraySpec,
+    as_bfloat16,
+    is_spec,
+    parse_spec,
+    parse_zarr_metadata,
+)
 from orbax_t5x.readers.tensorstore_specs import array_spec, make_context, typed_error
 
 # The newest version whose uint16 arrays are the bits of bfloat16; later ones store bfloat16 as itself.
 _LAST_UINT16_VERSION = 2
-
-
-class SharedDirectoryError(CorruptCheckpointError):
-    """Error of two leaves in one directory."""
+_UINT16 = "<u2"
 
 
 class ZarrArrays:
@@ -67,9 +69,9 @@ class ZarrArrays:
         self._limits = limits
         self._context = make_context()
         self._leaf_of: dict[Hashable, str] = {}
-        self._kinds: dict[bytes, ArrayKind] = {}
         # Layers are alike: thousands of arrays have a few metadata.
-        self._parsed: dict[bytes, ZarrMetadata] = {}
+        self._parsed: dict[bytes, dict[str, Any]] = {}
+        self._kinds: dict[bytes, ArrayKind] = {}
         self.index_bytes: int = 0
 
     def read_ahead(self, nodes: Sequence[dict[str, Node]]) -> None:
@@ -87,72 +89,60 @@ class ZarrArrays:
         try:
             spec = parse_spec(node)
         except CheckpointError as error:
-            return BrokenLeaf(name, error_at(error, path=self._file, leaf=name))
+            return BrokenLeaf(name, error, self._file)
         try:
             limit = self._limits.json_bytes
             found = self._root.array_directory(spec.directory, METADATA_FILE, limit=limit, leaf=name)
-            self._claim(found, spec, name)
-            return self._open(name, spec, found, self._metadata(found, spec, name))
         except (CheckpointNotFoundError, CheckpointGoneError):
-            error = CorruptCheckpointError(
-                "the directory of its array, or the metadata in it, is missing",
-                path=self._root.join(spec.directory),
-                leaf=name,
-            )
-            return BrokenLeaf(name, error)
-        except SharedDirectoryError:
-            raise
+            error = CorruptCheckpointError("the directory of its array, or the metadata in it, is missing")
+            return BrokenLeaf(name, error, self._root.join(spec.directory))
         except CheckpointError as error:
-            return BrokenLeaf(name, error_at(error, path=error.path or self._file, leaf=name))
-
-    def _claim(self, found: ArrayDirectory, spec: ArraySpec, name: str) -> None:
-        """Records the owner of a directory, by identity."""
+            return BrokenLeaf(name, error, self._file)
         other = self._leaf_of.setdefault(found.identity, name)
         if other != name:
-            raise SharedDirectoryError(
+            raise CorruptCheckpointError(
                 f"is stored in {spec.directory!r}, and so is {other!r}: one was written over the other",
                 path=self._file,
                 leaf=name,
             )
-
-    def _metadata(self, found: ArrayDirectory, spec: ArraySpec, name: str) -> ZarrMetadata:
-        """Reads `.zarray` and compares it with the spec."""
-        self.index_bytes += len(found.metadata)
         file = self._root.join(f"{spec.directory}/{METADATA_FILE}")
+        try:
+            return self._open(name, spec, found, self._metadata(found, spec, file))
+        except CheckpointError as error:
+            return BrokenLeaf(name, error, file)
+
+    def _metadata(self, found: ArrayDirectory, spec: ArraySpec, file: str) -> dict[str, Any]:
+        """Parses `.zarray` and compares it with the spec."""
+        self.index_bytes += len(found.metadata)
         metadata = self._parsed.get(found.metadata)
         if metadata is None:
-            metadata = self._parsed[found.metadata] = parse_zarr_metadata(found.metadata, file, name, self._limits)
-        if spec.shape not in (None, metadata.shape):
+            metadata = self._parsed[found.metadata] = parse_zarr_metadata(found.metadata, file, self._limits)
+        if spec.shape not in (None, tuple(metadata["shape"])):
             raise LeafMismatchError(
-                f"the msgpack file has the shape {list(spec.shape or ())}, {METADATA_FILE} has {list(metadata.shape)}",
-                path=file,
-                leaf=name,
+                f"the msgpack file has the shape {list(spec.shape or ())}, {METADATA_FILE} has {metadata['shape']}"
             )
+        stored = metadata["dtype"]
         for dtype in spec.dtypes:
-            if dtype not in (metadata.stored_dtype, metadata.dtype.name):
+            if dtype not in (stored, ZARR_DTYPES[stored].name):
                 raise LeafMismatchError(
-                    f"the msgpack file has the dtype {dtype[:200]!r}, {METADATA_FILE} has {metadata.stored_dtype!r}",
-                    path=file,
-                    leaf=name,
+                    f"the msgpack file has the dtype {dtype[:200]!r}, {METADATA_FILE} has {stored!r}"
                 )
         return metadata
 
-    def _open(self, name: str, spec: ArraySpec, found: ArrayDirectory, metadata: ZarrMetadata) -> Leaf:
-        as_bfloat16 = metadata.dtype == np.uint16
-        if as_bfloat16 and self._version > _LAST_UINT16_VERSION:
-            raise UnsupportedCheckpointError(
-                f"its dtype is uint16, which T5X writes for bfloat16 up to version {_LAST_UINT16_VERSION} and never in "
-                f"version {self._version}",
-                path=found.path,
-                leaf=name,
-            )
-        kind = self._kinds.get(found.metadata)
-        try:
-            if kind is None:
-                data, fills = (
-                    json.dumps(metadata.spec(as_bfloat16=as_bfloat16)).encode(),
-                    metadata.fill_value is not None,
+    def _open(self, name: str, spec: ArraySpec, found: ArrayDirectory, metadata: dict[str, Any]) -> Leaf:
+        if metadata["dtype"] == _UINT16:
+            if self._version > _LAST_UINT16_VERSION:
+                raise UnsupportedCheckpointError(
+                    f"its dtype is uint16, which T5X writes for bfloat16 up to version {_LAST_UINT16_VERSION} and "
+                    f"never in version {self._version}",
+                    path=found.path,
                 )
+            metadata = as_bfloat16(metadata)
+        fills = metadata["fill_value"] is not None
+        try:
+            kind = self._kinds.get(found.metadata)
+            if kind is None:
+                data = json.dumps(metadata).encode()
                 kind = ArrayKind(data, zarr3=False, absent_is_fill=fills, context=self._context)
                 self._kinds[found.metadata] = kind
         except (ValueError, NotImplementedError, OverflowError) as error:
@@ -160,7 +150,6 @@ class ZarrArrays:
             raise typed_error(error, path=found.path, leaf=name, doing=doing, is_remote=is_remote) from error
         ours = None
         if found.kvstore is not None:
-            fills = metadata.fill_value is not None
             ours = partial(array_spec, found.kvstore, "", ocdbt=False, zarr3=False, absent_is_fill=fills)
         array = FetchedArray(kind, self._root, spec.directory)
         return chunked_leaf(name, found.path, array, ours, root=self._root, files=found.files, limits=self._limits)

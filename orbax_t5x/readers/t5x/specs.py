@@ -20,12 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.errors import (
-    CorruptCheckpointError,
-    LimitExceededError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.strict_json import parse_object
@@ -193,7 +188,7 @@ _CODECS = {"gzip": {"level"}, "zstd": {"level", "checksum"}}
 _MOST_LEVEL = 1 << 31
 _BFLOAT16 = "bfloat16"
 
-_DTYPES: dict[str, np.dtype] = {
+ZARR_DTYPES: dict[str, np.dtype] = {
     "|b1": np.dtype(np.bool_),
     "|i1": np.dtype(np.int8),
     "|u1": np.dtype(np.uint8),
@@ -208,91 +203,63 @@ _DTYPES: dict[str, np.dtype] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class ZarrMetadata:
-    """Contents of `.zarray`; `separator` is between the numbers of a chunk's name."""
-
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]
-    dtype: np.dtype
-    stored_dtype: str
-    compressor: dict[str, Any] | None
-    fill_value: Any
-    order: str
-    separator: str
-
-    def spec(self, *, as_bfloat16: bool) -> dict[str, Any]:
-        """Returns the metadata as TensorStore takes it."""
-        fill = self.fill_value
-        if as_bfloat16 and fill is not None:
-            fill = float(np.array(fill, np.uint16).view(ml_dtypes.bfloat16))
-        # Where both orders are the same, TensorStore takes only C.
-        either = sum(size > 1 for size in self.chunks) < 2
-        return {
-            "zarr_format": 2,
-            "shape": list(self.shape),
-            "chunks": list(self.chunks),
-            "dtype": _BFLOAT16 if as_bfloat16 else self.stored_dtype,
-            "compressor": self.compressor,
-            "fill_value": fill,
-            "order": "C" if either else self.order,
-            "filters": None,
-            "dimension_separator": self.separator,
-        }
-
-
-def parse_zarr_metadata(data: bytes, path: str, leaf: str, limits: Limits) -> ZarrMetadata:
-    """Parses `.zarray`; errors name the file and the leaf."""
+def parse_zarr_metadata(data: bytes, path: str, limits: Limits) -> dict[str, Any]:
+    """Parses `.zarray` into the metadata that TensorStore gets."""
     document = parse_object(data, path)
 
-    def corrupt(message: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(message, path=path, leaf=leaf)
-
     def unsupported(field: str) -> UnsupportedCheckpointError:
-        return UnsupportedCheckpointError(f"{field} {str(document.get(field))[:200]} is not read", path=path, leaf=leaf)
+        return UnsupportedCheckpointError(f"{field} {str(document.get(field))[:200]} is not read")
 
     if missing := [field for field in _REQUIRED if field not in document]:
-        raise corrupt(f"{missing[0]!r} is missing")
+        raise CorruptCheckpointError(f"{missing[0]!r} is missing")
     if unknown := sorted(document.keys() - {*_REQUIRED, *_OPTIONAL}):
-        raise UnsupportedCheckpointError(f"the field {unknown[0][:200]!r} is not known", path=path, leaf=leaf)
-    shape, chunks = (_sizes(document[field], field, corrupt) for field in ("shape", "chunks"))
+        raise UnsupportedCheckpointError(f"the field {unknown[0][:200]!r} is not known")
+    shape, chunks = (_sizes(document[field], field) for field in ("shape", "chunks"))
     if len(shape) != len(chunks) or 0 in chunks:
-        raise corrupt(f"chunks {list(chunks)} for the shape {list(shape)}")
-    if len(shape) > limits.rank:
-        raise LimitExceededError(
-            f"{len(shape)} dimensions, more than Limits.rank = {limits.rank}", path=path, leaf=leaf
-        )
+        raise CorruptCheckpointError(f"chunks {chunks} for the shape {shape}")
+    limits.require_rank(len(shape))
     if document["zarr_format"] != 2 or type(document["zarr_format"]) is not int:
         raise unsupported("zarr_format")
-    if not isinstance(document["dtype"], str) or document["dtype"] not in _DTYPES:
+    if not isinstance(document["dtype"], str) or document["dtype"] not in ZARR_DTYPES:
         raise unsupported("dtype")
-    dtype = _DTYPES[document["dtype"]]
+    dtype = ZARR_DTYPES[document["dtype"]]
     for sizes, what in ((shape, "the array"), (chunks, "one chunk")):
         if math.prod(size or 1 for size in sizes) * dtype.itemsize >= 1 << 63:
-            raise corrupt(f"{what} of shape {list(sizes)} has more bytes than can be counted")
+            raise CorruptCheckpointError(f"{what} of shape {sizes} has more bytes than can be counted")
     if document["filters"] is not None:
         raise unsupported("filters")
     if document["order"] not in ("C", "F"):
-        raise corrupt(f"order {document['order']!r}")
+        raise CorruptCheckpointError(f"order {document['order']!r}")
     separator = document.get("dimension_separator", ".")
     if separator not in (".", "/"):
-        raise corrupt(f"dimension_separator {str(separator)[:200]!r}")
-    return ZarrMetadata(
-        shape=shape,
-        chunks=chunks,
-        dtype=dtype,
-        stored_dtype=document["dtype"],
-        compressor=_compressor(document["compressor"], unsupported),
-        fill_value=_fill_value(document["fill_value"], dtype, unsupported),
-        order=document["order"],
-        separator=separator,
-    )
+        raise CorruptCheckpointError(f"dimension_separator {str(separator)[:200]!r}")
+    # Where both orders are the same, TensorStore takes only C.
+    is_either_order = sum(size > 1 for size in chunks) < 2
+    return {
+        "zarr_format": 2,
+        "shape": shape,
+        "chunks": chunks,
+        "dtype": document["dtype"],
+        "compressor": _compressor(document["compressor"], unsupported),
+        "fill_value": _fill_value(document["fill_value"], dtype, unsupported),
+        "order": "C" if is_either_order else document["order"],
+        "filters": None,
+        "dimension_separator": separator,
+    }
 
 
-def _sizes(recorded: Any, field: str, corrupt) -> tuple[int, ...]:
+def as_bfloat16(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns metadata of uint16 as those of bfloat16 with the same bits."""
+    fill = metadata["fill_value"]
+    if fill is not None:
+        fill = float(np.array(fill, np.uint16).view(ml_dtypes.bfloat16))
+    return {**metadata, "dtype": _BFLOAT16, "fill_value": fill}
+
+
+def _sizes(recorded: Any, field: str) -> list[int]:
     if type(recorded) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in recorded):
-        raise corrupt(f"{field} is {str(recorded)[:200]}")
-    return tuple(recorded)
+        raise CorruptCheckpointError(f"{field} is {str(recorded)[:200]}")
+    return recorded
 
 
 def _compressor(recorded: Any, unsupported) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
@@ -79,29 +79,10 @@ STRING = 7
 _OBJECT = np.dtype(object)
 # Quantised types mean nothing without the ranges that are stored elsewhere; the others are no arrays.
 _UNSUPPORTED = {
-    0: "no dtype",
-    11: "qint8",
-    12: "quint8",
-    13: "qint32",
-    15: "qint16",
-    16: "quint16",
-    20: "a resource handle",
-    21: "a variant",
+    **{0: "no dtype", 11: "qint8", 12: "quint8", 13: "qint32", 15: "qint16", 16: "quint16"},
+    **{20: "a resource handle", 21: "a variant"},
 }
 _FIRST_REFERENCE_TYPE = 101
-
-
-def dtype_of(number: int, *, path: str, leaf: str) -> np.dtype:
-    """Returns the NumPy dtype, object for strings."""
-    if number == STRING:
-        return _OBJECT
-    dtype = _DTYPES.get(number)
-    if dtype is None:
-        fallback = "unknown" if number < _FIRST_REFERENCE_TYPE else "a reference type"
-        kind = _UNSUPPORTED.get(number, fallback)
-        raise UnsupportedCheckpointError(f"TensorFlow's dtype {number} ({kind}) is not read", path=path, leaf=leaf)
-    return dtype
-
 
 # Bundles with partitioned variables, or with strings, only.
 _sliced_leaf: Callable[..., Leaf] = on_demand.function("orbax_t5x.readers.ranges.sliced_leaf", "SlicedLeaf")
@@ -168,12 +149,11 @@ class BundleLeaves:
         for key, value in entries.items():
             name = self._name(key)
             try:
-                leaf = self._leaf(name, value, slices, unclaimed)
+                leaves[name] = self._leaf(name, value, slices, unclaimed)
             except CheckpointError as error:
-                leaf = BrokenLeaf(name, error)
-            if isinstance(leaf, BrokenLeaf):
+                leaves[name] = BrokenLeaf(name, error, self._index_path)
+            if isinstance(leaves[name], BrokenLeaf):
                 broken.add(key)
-            leaves[name] = leaf
         # A variable whose entry cannot be read does not show which slices are its own.
         orphans = [key for key in unclaimed if variable_of_slice(key) not in broken]
         if orphans:
@@ -193,51 +173,32 @@ class BundleLeaves:
             self._limits.require_name(name, self._index_path)
         return name
 
-    def _corrupt(self, leaf: str, message: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(message, path=self._index_path, leaf=leaf)
+    # -- single leaves; an error without a file is about the index
 
-    def _parse(self, leaf: str, value: bytes) -> BundleEntry:
+    def _parse(self, name: str, value: bytes) -> BundleEntry:
         try:
-            return parse_entry(value, self._limits.rank, self._slice_counts.get(leaf.encode(), 0) + _SPARE_SLICES)
+            return parse_entry(value, self._limits.rank, self._slice_counts.get(name.encode(), 0) + _SPARE_SLICES)
         except BadMessage as problem:
-            raise self._corrupt(leaf, f"its entry cannot be read: {problem}") from None
+            raise CorruptCheckpointError(f"its entry cannot be read: {problem}") from None
 
     def _leaf(self, name: str, value: bytes, slices: Mapping[bytes, bytes], unclaimed: set[bytes]) -> Leaf:
         entry = self._parse(name, value)
         kind = entry.dtype, entry.shape
         if kind not in self._proven:
-            shape = self._shape(name, entry)
-            dtype, unknown = np.dtype(object), None
-            try:
-                dtype = dtype_of(entry.dtype, path=self._index_path, leaf=name)
-            except CheckpointError as error:
-                unknown = error
-            self._require_countable(name, shape, dtype)
-            if unknown is not None:
-                return _broken(name, unknown, shape, dtype)
+            shape, dtype = _shape_of(entry), _OBJECT if entry.dtype == STRING else _DTYPES.get(entry.dtype)
+            self._limits.require_shape(shape, dtype or _OBJECT)
+            if dtype is None:
+                return BrokenLeaf(name, _unsupported_dtype(entry.dtype), self._index_path, shape=shape)
             self._proven[kind] = shape, dtype
         shape, dtype = self._proven[kind]
         try:
             if entry.slices:
                 return self._sliced(name, entry, shape, dtype, slices, unclaimed)
-            return ByteRangeLeaf(name, self._range(name, entry, shape, dtype), unmask(entry.masked_crc))
+            return ByteRangeLeaf(name, self._range(entry, shape, dtype), unmask(entry.masked_crc))
         except CheckpointError as error:
-            return _broken(name, error, shape, dtype)
+            return BrokenLeaf(name, error, self._index_path, shape=shape, dtype=dtype)
 
-    def _shape(self, leaf: str, entry: BundleEntry) -> tuple[int, ...]:
-        if entry.shape is None:
-            raise self._corrupt(leaf, "its entry has an unknown rank")
-        if any(size < 0 for size in entry.shape):
-            raise self._corrupt(leaf, f"a negative dimension in the shape {entry.shape}")
-        return entry.shape
-
-    def _require_countable(self, leaf: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        try:
-            self._limits.require_shape(shape, dtype)
-        except CheckpointError as error:
-            raise error_at(error, path=self._index_path, leaf=leaf) from None
-
-    def _range(self, leaf: str, entry: BundleEntry, shape: tuple[int, ...], dtype: np.dtype) -> StoredRange:
+    def _range(self, entry: BundleEntry, shape: tuple[int, ...], dtype: np.dtype) -> StoredRange:
         """Returns an entry's bytes, proven against shard and shape."""
         count = math.prod(shape)
         if entry.dtype == STRING:
@@ -245,89 +206,88 @@ class BundleLeaves:
             if entry.size > self._limits.index_bytes:
                 raise LimitExceededError(
                     f"strings of {entry.size} bytes are read whole, the limit is {self._limits.index_bytes}"
-                    " (Limits.index_bytes)",
-                    path=self._index_path,
-                    leaf=leaf,
+                    " (Limits.index_bytes)"
                 )
             if entry.size < count + 4:
-                raise self._corrupt(leaf, f"{entry.size} bytes for {count} strings")
+                raise CorruptCheckpointError(f"{entry.size} bytes for {count} strings")
             if count > self._limits.entries:
-                raise LimitExceededError(
-                    f"{count} strings, more than Limits.entries = {self._limits.entries}",
-                    path=self._index_path,
-                    leaf=leaf,
-                )
+                raise LimitExceededError(f"{count} strings, more than Limits.entries = {self._limits.entries}")
         elif entry.size != count * dtype.itemsize:
             needed = count * dtype.itemsize
-            raise self._corrupt(leaf, f"{entry.size} bytes, but {dtype} of shape {shape} takes {needed}")
+            raise CorruptCheckpointError(f"{entry.size} bytes, but {dtype} of shape {shape} takes {needed}")
         if not 0 <= entry.shard < self._num_shards:
-            raise self._corrupt(leaf, f"in shard {entry.shard} of {self._num_shards}")
+            raise CorruptCheckpointError(f"in shard {entry.shard} of {self._num_shards}")
         if entry.offset < 0:
-            raise self._corrupt(leaf, f"at byte {entry.offset} of its shard")
+            raise CorruptCheckpointError(f"at byte {entry.offset} of its shard")
         file = self.shard(entry.shard)
         if isinstance(file, CheckpointError):
-            raise error_at(file, path=file.path, leaf=leaf)
+            raise error_at(file, path=file.path, leaf=None)
         # A remote store reports the size only when the bytes are read.
         if file.known_size is not None and entry.offset + entry.size > file.known_size:
             raise CorruptCheckpointError(
                 f"bytes {entry.offset} to {entry.offset + entry.size} of a shard of {file.known_size}: cut, or of"
                 " another checkpoint",
                 path=file.path,
-                leaf=leaf,
             )
         if entry.dtype != STRING:
             return ByteRange(file, entry.offset, shape, dtype, self._swap and dtype.itemsize > 1)
         if self._swap:
-            raise UnsupportedCheckpointError(
-                "strings of the other byte order are not read (nor does TensorFlow)", path=self._index_path, leaf=leaf
-            )
+            raise UnsupportedCheckpointError("strings of the other byte order are not read (nor does TensorFlow)")
         return _string_range(file, entry.offset, shape, dtype, entry.size)
 
     def _sliced(
         self,
-        leaf: str,
+        name: str,
         entry: BundleEntry,
         shape: tuple[int, ...],
         dtype: np.dtype,
         slices: Mapping[bytes, bytes],
         unclaimed: set[bytes],
     ) -> Leaf:
-        keys = [slice_key(leaf.encode(), extents) for extents in entry.slices]
+        keys = [slice_key(name.encode(), extents) for extents in entry.slices]
         unclaimed.difference_update(keys)
-        boxes = [self._box(leaf, extents, shape) for extents in entry.slices]
+        boxes = [_box_of(extents, shape) for extents in entry.slices]
         tiling = check_tiling(shape, boxes, self._tiling_steps)
         self._tiling_steps -= tiling.steps
         if tiling.problem is not None:
-            raise self._corrupt(leaf, tiling.problem)
+            raise CorruptCheckpointError(tiling.problem)
         stored_slices: list[Any] = []
         for key, box in zip(keys, boxes, strict=True):
             if key not in slices:
-                raise self._corrupt(leaf, f"the slice {box_text(box)} has no entry")
-            own = self._parse(leaf, slices[key])
+                raise CorruptCheckpointError(f"the slice {box_text(box)} has no entry")
+            own = self._parse(name, slices[key])
             if own.dtype != entry.dtype or own.slices:
-                raise self._corrupt(
-                    leaf, f"the slice {box_text(box)} has dtype {own.dtype}, the variable {entry.dtype}"
-                )
-            own_shape = self._shape(leaf, own)
-            if own_shape != tuple(high - low for low, high in box):
-                raise self._corrupt(leaf, f"the slice {box_text(box)} has the shape {own_shape}")
-            stored = self._range(leaf, own, own_shape, dtype)
+                message = f"the slice {box_text(box)} has dtype {own.dtype}, the variable {entry.dtype}"
+                raise CorruptCheckpointError(message)
+            own_shape = _shape_of(own)
+            if own_shape != box_shape(box):
+                raise CorruptCheckpointError(f"the slice {box_text(box)} has the shape {own_shape}")
+            stored = self._range(own, own_shape, dtype)
             stored_slices.append(_stored_slice(box, stored, unmask(own.masked_crc)))
-        return _sliced_leaf(leaf, self._files, self._index_path, shape, dtype, stored_slices)
-
-    def _box(self, leaf: str, extents: tuple[Extent, ...], shape: tuple[int, ...]) -> Box:
-        if len(extents) != len(shape):
-            raise self._corrupt(leaf, f"a slice of {len(extents)} dimensions of the shape {shape}")
-        box: list[tuple[int, int]] = []
-        for (start, length), size in zip(extents, shape, strict=True):
-            stop = size if length == -1 else start + length
-            if start < 0 or length < -1 or stop > size or (length == -1 and start):
-                raise self._corrupt(leaf, f"a slice of {length} from {start} in a dimension of {size}")
-            box.append((start, stop))
-        return tuple(box)
+        return _sliced_leaf(name, self._files, self._index_path, shape, dtype, stored_slices)
 
 
-def _broken(name: str, error: CheckpointError, shape: tuple[int, ...], dtype: np.dtype) -> BrokenLeaf:
-    leaf = BrokenLeaf(name, error)
-    leaf.shape, leaf.dtype = shape, dtype
-    return leaf
+def _shape_of(entry: BundleEntry) -> tuple[int, ...]:
+    if entry.shape is None:
+        raise CorruptCheckpointError("its entry has an unknown rank")
+    if any(size < 0 for size in entry.shape):
+        raise CorruptCheckpointError(f"a negative dimension in the shape {entry.shape}")
+    return entry.shape
+
+
+def _unsupported_dtype(number: int) -> UnsupportedCheckpointError:
+    fallback = "unknown" if number < _FIRST_REFERENCE_TYPE else "a reference type"
+    kind = _UNSUPPORTED.get(number, fallback)
+    return UnsupportedCheckpointError(f"TensorFlow's dtype {number} ({kind}) is not read")
+
+
+def _box_of(extents: tuple[Extent, ...], shape: tuple[int, ...]) -> Box:
+    if len(extents) != len(shape):
+        raise CorruptCheckpointError(f"a slice of {len(extents)} dimensions of the shape {shape}")
+    box: list[tuple[int, int]] = []
+    for (start, length), size in zip(extents, shape, strict=True):
+        stop = size if length == -1 else start + length
+        if start < 0 or length < -1 or stop > size or (length == -1 and start):
+            raise CorruptCheckpointError(f"a slice of {length} from {start} in a dimension of {size}")
+        box.append((start, stop))
+    return tuple(box)

@@ -19,7 +19,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.t5x import open as open_module
-from orbax_t5x.readers.t5x.specs import parse_zarr_metadata
+from orbax_t5x.readers.t5x.specs import as_bfloat16, parse_zarr_metadata
 from tests.support.t5x_steps import GOOD, array, broken, link, save, spec
 
 DTYPES = [np.dtype(kind) for kind in ("bool", "int8", "uint16", "int64", "float16", "float32", "complex64")]
@@ -64,16 +64,17 @@ def openings(monkeypatch):
 def test_the_layout_is_what_tensorstore_says(data, dtype, shape):
     chunks = data.draw(st.tuples(*[st.integers(1, 50)] * len(shape)))
     order = data.draw(st.sampled_from(["C", "F"]))
-    as_bfloat16 = dtype == np.uint16 and data.draw(st.booleans())
+    is_bfloat16 = dtype == np.uint16 and data.draw(st.booleans())
     document = zarray(shape, chunks, dtype.str, order=order)
-    metadata = parse_zarr_metadata(document.encode(), "file", "leaf", ot.Limits())
-    spec = {"driver": "zarr", "kvstore": "memory://", "metadata": metadata.spec(as_bfloat16=as_bfloat16)}
+    metadata = parse_zarr_metadata(document.encode(), "file", ot.Limits())
+    metadata = as_bfloat16(metadata) if is_bfloat16 else metadata
+    spec = {"driver": "zarr", "kvstore": "memory://", "metadata": metadata}
     opened = ts.open(spec, open=True, assume_metadata=True).result()
-    data = json.dumps(metadata.spec(as_bfloat16=as_bfloat16)).encode()
+    data = json.dumps(metadata).encode()
     kind = ArrayKind(data, zarr3=False, absent_is_fill=False, context=ts.Context())
-    assert kind.shape == tuple(opened.shape) == metadata.shape
-    assert kind.chunk == kind.shard == tuple(opened.chunk_layout.read_chunk.shape or ()) == metadata.chunks
-    assert kind.dtype == (ml_dtypes.bfloat16 if as_bfloat16 else dtype)
+    assert kind.shape == tuple(opened.shape) == tuple(metadata["shape"])
+    assert kind.chunk == kind.shard == tuple(opened.chunk_layout.read_chunk.shape or ()) == tuple(metadata["chunks"])
+    assert kind.dtype == (ml_dtypes.bfloat16 if is_bfloat16 else dtype)
 
 
 def test_small_arrays_are_opened_once_for_each_metadata(tmp_path, openings):
@@ -96,9 +97,9 @@ def test_small_arrays_are_opened_once_for_each_metadata(tmp_path, openings):
 def test_metadata_of_the_same_bytes_are_parsed_once_and_damage_is_each_leafs_own(tmp_path, monkeypatch):
     parsed = []
 
-    def counting(data, path, leaf, limits):
-        parsed.append(leaf)
-        return parse_zarr_metadata(data, path, leaf, limits)
+    def counting(data, path, limits):
+        parsed.append(Path(path).parent.name)
+        return parse_zarr_metadata(data, path, limits)
 
     monkeypatch.setattr(open_module, "parse_zarr_metadata", counting)
     good, other, bad = zarray((4, 3), (2, 3)), zarray((4, 5), (2, 5)), zarray((4, 3), (2, 0))
