@@ -68,7 +68,7 @@ SCHEMES: Registry[Scheme] = Registry(
         "https": "orbax_t5x.extras.web.web_server:WEB",
         "s3": "orbax_t5x.extras.buckets.buckets:BUCKETS",
         "gs": "orbax_t5x.extras.buckets.buckets:BUCKETS",
-        "hf": "orbax_t5x.extras.web.hub_location:HUB",
+        "hf": "orbax_t5x.extras.web.hub_ranges:HUB",
     },
     group="orbax_t5x.schemes",
 )

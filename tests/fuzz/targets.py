@@ -31,7 +31,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, UnsupportedCheckpointError
-from orbax_t5x.extras.web.web_answer import read_answer
+from orbax_t5x.extras.web.web_response import read_answer
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import Root

@@ -89,8 +89,8 @@ SCRIPT = """
     os.environ |= {"http_proxy": sys.argv[1 + process], "no_proxy": "127.0.0.1", "HF_ENDPOINT": "http://hub.test"}
     os.environ |= {"HF_HUB_CACHE": f"{sys.argv[3]}/{process}", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "odd-t0ken"}
     import orbax_t5x as ot
-    from orbax_t5x.extras.web import hub, web_request
-    web_request.FIRST_DELAY_SECS = 0.0
+    from orbax_t5x.extras.web import hub, web_server
+    web_server.FIRST_DELAY_SECS = 0.0
     mesh = jax.make_mesh((count,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     target = {"b": jax.ShapeDtypeStruct((1 << 19,), np.float32, sharding=rows)}

@@ -21,9 +21,9 @@ CASES = [case for case in itertools.product(BEFORE, [*AFTER, *FAULTS]) if case[1
 SCRIPT = """
     import logging, os
     import orbax_t5x as ot
-    from orbax_t5x.extras.web import web_request
+    from orbax_t5x.extras.web import web_server
     os.environ["http_proxy"] = sys.argv[1 + process]
-    web_request.FIRST_DELAY_SECS = 0.0
+    web_server.FIRST_DELAY_SECS = 0.0
     warned = []
 
     class Warnings(logging.Handler):

@@ -18,7 +18,7 @@ from hypothesis import settings
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.extras.web import hub as hub_module
-from orbax_t5x.extras.web import web_request
+from orbax_t5x.extras.web import web_server
 from tests.support.http_store import serving
 
 pytestmark = pytest.mark.slow
@@ -130,7 +130,7 @@ def outcome(state, commits, caplog):
 @pytest.mark.parametrize("cache", CACHES)
 def test_silence_and_failures_never_change_a_commit(cache, redirecting_hub, caplog, monkeypatch):
     """With more examples by `make fuzz` all states; else one of five."""
-    monkeypatch.setattr(web_request, "FIRST_DELAY_SECS", 0.0)
+    monkeypatch.setattr(web_server, "FIRST_DELAY_SECS", 0.0)
     commits = TwoCommits(redirecting_hub)
     found = {}
     states = [state for state in STATES if state.cache == cache]

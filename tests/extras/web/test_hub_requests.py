@@ -4,8 +4,8 @@ import pytest
 
 from orbax_t5x.extras.web import hub_ranges
 from orbax_t5x.extras.web.hub_ranges import REDIRECTS, HubRequests, server_of
-from orbax_t5x.extras.web.web_answer import read_answer
-from orbax_t5x.extras.web.web_request import WebRequest
+from orbax_t5x.extras.web.web_response import read_answer
+from orbax_t5x.extras.web.web_server import WebRequest
 from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.responses import RequestError, ResponseClock
 from tests.support.http_store import HttpStore, serving
@@ -34,12 +34,12 @@ def sending(monkeypatch):
     server.close()
 
 
-def send(url, see=lambda answer: None):
+def send(url, see=lambda url: None):
     clock = ResponseClock(5)
     hub = HubRequests()
 
-    def judge(answer):
-        return see(answer) if answer.response.status in REDIRECTS else read_answer(*answer[1:])
+    def judge(url, response, wanted):
+        return see(url) if response.status in REDIRECTS else read_answer(response, wanted)
 
     request = WebRequest(lambda request: hub.send(url, WANTED, judge, request), clock, is_awaited=True)
     try:
@@ -64,7 +64,7 @@ def test_redirects(sending):
     with serving() as other:
         other.files["x y"] = b"0123"
         sending.locations = ["/second?a=%2F b&b=1", "third", f"{other.url}/x%20y?Signature=a+b%3D"]
-        found = send(f"{sending.url}/first", lambda answer: seen.append(answer.url))
+        found = send(f"{sending.url}/first", seen.append)
         assert found.data == b"12"
         assert [request.authorization for request in sending.log] == ["Bearer odd-t0ken"] * 3
         assert [(request.name, request.authorization) for request in other.log] == [("x y", None)]

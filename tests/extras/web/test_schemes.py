@@ -3,7 +3,7 @@
 import pytest
 
 from orbax_t5x.errors import UnsupportedCheckpointError
-from orbax_t5x.extras.web.hub_location import HUB
+from orbax_t5x.extras.web.hub_ranges import HUB
 from orbax_t5x.extras.web.web_server import WEB
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.extras.web import hub as hub_module
-from orbax_t5x.extras.web import hub_location
+from orbax_t5x.extras.web import hub_ranges
 from tests.support.bundle_writer import bundle_of
 from tests.support.hostile_answers import KINDS
 from tests.support.http_store import serving
@@ -180,7 +180,7 @@ def test_hostile_answers(written, kind, format, place):
 
 @pytest.fixture
 def hub(redirecting_hub, monkeypatch):
-    for module in (hub_module, hub_location):
+    for module in (hub_module, hub_ranges):
         monkeypatch.setattr(module, "Limits", lambda: LIMITS)
     redirecting_hub.has_sizes = True
     redirecting_hub.files["model.safetensors"] = safetensors.numpy.save({"good": W})
