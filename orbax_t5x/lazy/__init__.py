@@ -13,8 +13,7 @@ from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
 from orbax_t5x.lazy.node import LeafNode, Lowering, Node
 from orbax_t5x.lazy.read import group_reads, read_leaves
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify, counting_reads
-from orbax_t5x.lazy.reshape import JoinNode, SplitNode
-from orbax_t5x.lazy.strided import StridedNode
+from orbax_t5x.lazy.strided import JoinNode, SplitNode, StridedNode
 from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
 from orbax_t5x.lazy.view import View, as_view, broadcast_to, read_views, repeat
 

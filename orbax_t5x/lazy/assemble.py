@@ -1,7 +1,6 @@
-"""Nodes that place inputs side by side: stack and concatenate.
+"""Nodes that place inputs side by side: stack, concatenate, pad.
 
-Stack on a new axis, concatenate along an axis. Both write straight into the buffer and read only the inputs that
-overlap a box.
+Each writes straight into the buffer, and reads only the boxes of its inputs that overlap a box.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import itertools
 
 import numpy as np
 
-from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.geometry import IndexMap, basic_index
+from orbax_t5x.lazy.box import Box, IndexMap, basic_index, slices_within
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.strided import strided
@@ -157,3 +155,72 @@ def _members_between(wanted: range, low: int, high: int) -> range:
     else:
         first, last = -(-(start - high + 1) // -step), (start - low) // -step + 1
     return wanted[max(first, 0) : max(last, 0)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class PadNode(Node):
+    """An input at the origin of a larger input."""
+
+    filling: str
+
+    @property
+    def filler(self) -> Node:
+        """The array of the result's shape that gives the new elements."""
+        return self.inputs[1]
+
+    @property
+    def described_inputs(self) -> tuple[Node, ...]:
+        return (self.input,)
+
+    def describe_step(self) -> str:
+        return f"pad to {self.shape} with {self.filling}"
+
+    def select(self, index_map: IndexMap) -> Node | None:
+        start, maps, shape = index_map
+        axis_of = {dim: axis for axis, (dim, _) in enumerate(maps) if dim >= 0}
+        kept = list(shape)
+        for dim, (first, size) in enumerate(zip(start, self.input.shape, strict=True)):
+            axis = axis_of.get(dim)
+            if axis is None:
+                if first >= size:
+                    return strided(self.filler, index_map)
+                continue
+            step = maps[axis][1]
+            if step < 0:
+                return None
+            kept[axis] = min(shape[axis], len(range(first, size, step)))
+        if 0 in kept:
+            return strided(self.filler, index_map)
+        old = strided(self.input, IndexMap(start, maps, tuple(kept)))
+        return padded(old, strided(self.filler, index_map), self.filling)
+
+    def _cut(self, box: Box) -> tuple[Box | None, list[Box]]:
+        """Cuts a box at the old array's borders."""
+        beyond: list[Box] = []
+        for dim, size in enumerate(self.input.shape):
+            first, last = box[dim]
+            if last > size:
+                beyond.append((*box[:dim], (max(first, size), last), *box[dim + 1 :]))
+                if first >= size:
+                    return None, beyond
+                box = (*box[:dim], (first, size), *box[dim + 1 :])
+        return box, beyond
+
+    def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
+        within, beyond = self._cut(box)
+        if within is not None:
+            self.input.add_requests(within, found)
+        for part in beyond:
+            self.filler.add_requests(part, found)
+
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
+        within, beyond = self._cut(box)
+        if within is not None:
+            self.input.add_work(within, out[slices_within(within, box)], lowered)
+        for part in beyond:
+            self.filler.add_work(part, out[slices_within(part, box)], lowered)
+
+
+def padded(old: Node, filler: Node, filling: str) -> Node:
+    """Grows an array to the shape of another array."""
+    return old if old.shape == filler.shape else PadNode(filler.shape, old.dtype, (old, filler), filling)

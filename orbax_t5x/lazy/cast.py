@@ -16,8 +16,7 @@ import numpy as np
 
 from orbax_t5x.concurrency.carried import call_of_user
 from orbax_t5x.errors import CheckpointError, LeafMismatchError
-from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.geometry import IndexMap
+from orbax_t5x.lazy.box import Box, IndexMap
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.strided import strided

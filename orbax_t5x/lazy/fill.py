@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from orbax_t5x.lazy.assemble import ConcatNode, StackNode, concatenated, stacked
+from orbax_t5x.lazy.assemble import ConcatNode, PadNode, StackNode, concatenated, padded, stacked
+from orbax_t5x.lazy.box import IndexMap, basic_index
 from orbax_t5x.lazy.cast import CastNode, cast_node
-from orbax_t5x.lazy.geometry import IndexMap, basic_index
 from orbax_t5x.lazy.keys import KeyDataNode, KeysNode
 from orbax_t5x.lazy.node import Node
-from orbax_t5x.lazy.pad import PadNode, padded
-from orbax_t5x.lazy.reshape import JoinNode, SplitNode, reshaped
-from orbax_t5x.lazy.strided import StridedNode, strided
+from orbax_t5x.lazy.strided import JoinNode, SplitNode, StridedNode, reshaped, strided
 from orbax_t5x.lazy.value import UnfilledLeaf
 
 

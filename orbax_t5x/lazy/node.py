@@ -18,8 +18,7 @@ import numpy as np
 
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.files.memory import empty_array, naming_memory_errors, strided
-from orbax_t5x.lazy.box import Box, box_shape
-from orbax_t5x.lazy.geometry import IndexMap
+from orbax_t5x.lazy.box import Box, IndexMap, box_shape
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.text.wording import listed
 

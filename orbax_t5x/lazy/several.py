@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from orbax_t5x.lazy.assemble import ConcatNode, concatenated, stacked
-from orbax_t5x.lazy.combine import AllEqualNode, average_node, scaled_node
-from orbax_t5x.lazy.geometry import normalize_axis
-from orbax_t5x.lazy.low_rank import low_rank_node
+from orbax_t5x.lazy.assemble import ConcatNode, concatenated, padded, stacked
+from orbax_t5x.lazy.box import normalize_axis
+from orbax_t5x.lazy.combine import AllEqualNode, average_node, low_rank_node, scaled_node
 from orbax_t5x.lazy.node import Node
-from orbax_t5x.lazy.pad import padded
 from orbax_t5x.lazy.view import View, as_view, repeat
 
 

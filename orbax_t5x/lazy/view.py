@@ -17,15 +17,13 @@ import numpy as np
 from orbax_t5x.concurrency import CarriedError, guarded, run_in_pool
 from orbax_t5x.files.memory import empty_array, naming_memory_errors
 from orbax_t5x.lazy.array import LazyArray
-from orbax_t5x.lazy.box import Box, full_box
+from orbax_t5x.lazy.box import Box, IndexMap, basic_index, full_box, normalize_axis, reshape_target
 from orbax_t5x.lazy.cast import Mismatch, cast_node, leaf_mismatch, mapped_node
-from orbax_t5x.lazy.geometry import IndexMap, basic_index, normalize_axis, reshape_target
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import Lowering, Node, leaf_node
 from orbax_t5x.lazy.read import read_boxes
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
-from orbax_t5x.lazy.reshape import reshaped
-from orbax_t5x.lazy.strided import strided
+from orbax_t5x.lazy.strided import reshaped, strided
 from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
 
 _Arguments = ParamSpec("_Arguments")

@@ -20,7 +20,7 @@ import numpy as np
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, as_view, broadcast_to, repeat
-from orbax_t5x.lazy.geometry import normalize_axis
+from orbax_t5x.lazy.box import normalize_axis
 from orbax_t5x.lazy.several import concatenate, stack
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics

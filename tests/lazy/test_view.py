@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x import lazy
-from orbax_t5x.lazy import geometry as _geometry
+from orbax_t5x.lazy import box as _boxes
 from orbax_t5x.lazy import several
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from tests.support.array_strategies import DTYPES, GuardedBuffer, boxes
@@ -219,7 +219,7 @@ def _run(view: lazy.View, box: lazy.Box, out: np.ndarray) -> None:
 @contextlib.contextmanager
 def _gap(size: int):
     """Small shapes reach the branches for large rows only if rows count as large early."""
-    with mock.patch.object(_geometry, "GAP_BYTES", size):
+    with mock.patch.object(_boxes, "GAP_BYTES", size):
         yield
 
 

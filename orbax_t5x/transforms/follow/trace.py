@@ -31,10 +31,8 @@ from orbax_t5x.lazy import (
     broadcast_to,
     repeat,
 )
-from orbax_t5x.lazy.assemble import ConcatNode, StackNode
-from orbax_t5x.lazy.combine import AllEqualNode, AverageNode, ScaledNode
-from orbax_t5x.lazy.low_rank import LowRankNode
-from orbax_t5x.lazy.pad import PadNode
+from orbax_t5x.lazy.assemble import ConcatNode, PadNode, StackNode
+from orbax_t5x.lazy.combine import AllEqualNode, AverageNode, LowRankNode, ScaledNode
 from orbax_t5x.lazy.several import add_low_rank, all_equal, average, concatenate, pad, stack
 
 KeptDims = frozenset[int]
