@@ -13,6 +13,6 @@ Example:
 
 from __future__ import annotations
 
-from orbax_t5x.trees.nnx_states import flatten_target
+from orbax_t5x.trees.named_leaves import flatten_target
 
 __all__ = ["flatten_target"]

@@ -26,7 +26,7 @@ from orbax_t5x.optim.moments import SlotNames
 from orbax_t5x.optim.optax_axes import StateLeaf, slot_axes
 from orbax_t5x.partitioning.rules import STANDARD_LOGICAL_AXIS_RULES, AxisNames, AxisRules, LogicalAxisRules
 from orbax_t5x.text.wording import leaves_text, listed
-from orbax_t5x.trees.levels import require_levels
+from orbax_t5x.trees.named_leaves import require_levels
 from orbax_t5x.trees.pytree_names import key_text, leaf_name
 
 # Leaves named in one error; a mesh that does not fit a model fits hundreds of its leaves not.

@@ -17,9 +17,7 @@ import jax
 from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.restoring.target_leaf import TargetLeaf, describe_leaf
 from orbax_t5x.trees.flat import EndlessTreeError, flatten, unflatten
-from orbax_t5x.trees.levels import require_levels
-from orbax_t5x.trees.named_leaves import is_train_state, names_itself
-from orbax_t5x.trees.nnx_states import flatten_node, is_nnx_node
+from orbax_t5x.trees.named_leaves import flatten_node, is_nnx_node, is_train_state, names_itself, require_levels
 from orbax_t5x.trees.pytree_names import leaf_name, names_in_dicts
 
 Rebuild = Callable[[Mapping[str, Any]], Any]

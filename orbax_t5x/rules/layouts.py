@@ -16,8 +16,7 @@ from orbax_t5x.optim.containers import find_roots
 from orbax_t5x.optim.factored_state import is_step
 from orbax_t5x.rules.graph import marked_layouts
 from orbax_t5x.transforms.prefix import is_no_parameter
-from orbax_t5x.trees.levels import require_levels
-from orbax_t5x.trees.named_leaves import named_leaves
+from orbax_t5x.trees.named_leaves import named_leaves, require_levels
 
 Shape = tuple[int, ...]
 Layer = tuple[str, str]

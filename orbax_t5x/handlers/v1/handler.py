@@ -35,8 +35,7 @@ from orbax_t5x.provenance.records import to_metadata
 from orbax_t5x.restoring.targets import require_finite
 from orbax_t5x.text.wording import leaves_text
 from orbax_t5x.trees.flat import EndlessTreeError
-from orbax_t5x.trees.levels import require_levels
-from orbax_t5x.trees.named_leaves import is_train_state
+from orbax_t5x.trees.named_leaves import is_train_state, require_levels
 from orbax_t5x.trees.pytree_names import leaf_name
 
 
