@@ -15,12 +15,9 @@ from typing import Any, Literal
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.transforms.base import AnyTransform, Transform
-from orbax_t5x.transforms.describe import describe_transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.migrations import Migration, Migrations, expanded
-from orbax_t5x.transforms.run import run_transforms
-from orbax_t5x.transforms.state import NewState
+from orbax_t5x.transforms.base import AnyTransform, Transform, describe_transform
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
+from orbax_t5x.transforms.run import Migration, Migrations, Steps, expanded, run_transforms
 from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
 
@@ -55,7 +52,7 @@ class FoundRules(Transform):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneSource(Transform):
+class OneSource(Steps):
     """Transforms of a named source, on its own leaves.
 
     They see the names that the source gives them. In a state that was made of it, its leaves are those below its name.
@@ -74,10 +71,6 @@ class OneSource(Transform):
     def rules_of_source(self) -> str:
         """The source's name, for records."""
         return self.source
-
-    @property
-    def only_selects(self) -> bool:
-        return all(getattr(step, "only_selects", False) is True for step in self.steps)
 
     def describe(self) -> str:
         return f"{self.source}: {', '.join(map(describe_transform, self.steps))}"

@@ -14,7 +14,7 @@ from orbax_t5x.restoring.chains import OneSource, Transforms, chain_of, without_
 from orbax_t5x.restoring.lineage import SourceHistory
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import AnySource, open_sources
-from orbax_t5x.transforms.describe import describe_transform
+from orbax_t5x.transforms.base import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 

@@ -14,8 +14,7 @@ from orbax_t5x.lazy.cast import AffineFunction
 from orbax_t5x.rules.leaf_table import SUBLAYERS
 from orbax_t5x.rules.steps import equal_copies, target_prefix
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.state import NewState, views_of
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, views_of
 from orbax_t5x.trees.flat import FlatState
 
 EMBEDDING = "token_embedder/embedding"

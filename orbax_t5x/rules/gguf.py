@@ -9,9 +9,8 @@ from typing import Any
 from orbax_t5x.rules.leaf_table import SUBLAYERS
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
 from orbax_t5x.transforms.names import Rename
-from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
 
 _TOWERS = {"encoder": "enc", "decoder": "dec"}

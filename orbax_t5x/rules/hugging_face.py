@@ -30,10 +30,9 @@ from orbax_t5x.rules.steps import (
 from orbax_t5x.rules.t5x import bias_per_tower
 from orbax_t5x.transforms.arrays import Transpose
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, view_of
 from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.prefix import rename_leaves
-from orbax_t5x.transforms.state import view_of
 from orbax_t5x.trees.flat import FlatState
 
 # Prefixes of T5X's names on the way back.

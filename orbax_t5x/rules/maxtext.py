@@ -20,12 +20,12 @@ from orbax_t5x.rules.steps import HeadsCheck
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms.names import Rename
 from orbax_t5x.transforms.prefix import PrefixChange, parameter_prefixes, rename_leaves
+from orbax_t5x.transforms.run import Chain
 from orbax_t5x.trees.flat import FlatState
 
 _T5X = r"(?:target/|params/)?"

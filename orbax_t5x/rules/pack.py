@@ -12,15 +12,13 @@ from orbax_t5x.lazy.read_stats import counting_reads, note_read
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Given, Transform
-from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.dequantize import MARKER, QUANTIZED_ELSEWHERE, UNKNOWN_FORM, multiplied_by, notes_beside
-from orbax_t5x.transforms.diagnostics import Application, Diagnostics
+from orbax_t5x.transforms.diagnostics import Application, Diagnostics, NewState
 from orbax_t5x.transforms.names import Drop, Keep
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.patterns.table import compile_pattern
 from orbax_t5x.transforms.prefix import change_between, follow_target, rename_leaves
-from orbax_t5x.transforms.run import run_transforms
-from orbax_t5x.transforms.state import NewState
+from orbax_t5x.transforms.run import Chain, run_transforms
 from orbax_t5x.trees.flat import FlatState
 
 if TYPE_CHECKING:

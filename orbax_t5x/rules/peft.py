@@ -22,9 +22,8 @@ from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.peft_config import LoraConfig, lora_config
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves, view_of
 from orbax_t5x.transforms.prefix import is_no_parameter, model_prefix
-from orbax_t5x.transforms.state import NewState, combine_leaves, view_of
 from orbax_t5x.trees.flat import FlatState
 
 _PREFIX = "base_model.model."

@@ -34,8 +34,7 @@ from orbax_t5x.transforms.dequantize import (
     scales_beside,
     weight_of,
 )
-from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.state import NewState, combine_leaves
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
 
 _SHOWN_NAMES = 2

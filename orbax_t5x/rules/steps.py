@@ -16,11 +16,10 @@ from orbax_t5x.rules.leaf_table import LeafTable
 from orbax_t5x.rules.pack import FIND_PACK
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves, view_of
 from orbax_t5x.transforms.layers import numbered_names
 from orbax_t5x.transforms.patterns.table import compile_pattern, new_name
 from orbax_t5x.transforms.prefix import model_prefix, rename_leaves
-from orbax_t5x.transforms.state import NewState, combine_leaves, view_of
 from orbax_t5x.trees.flat import FlatState
 
 # Relative biases of a tower under any program's names, with the tower filled in; the group is the layer's number.

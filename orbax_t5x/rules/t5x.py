@@ -17,9 +17,9 @@ from orbax_t5x.rules.steps import HeadsCheck, MergeAlone, MergeEqualLayers, Merg
 from orbax_t5x.rules.subblocks import stack_subblocks, unstack_subblocks
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
+from orbax_t5x.transforms.run import Chain
 
 _ROOT = r"((?:.*/)?)"
 _TOWER = r"(encoder|decoder)"

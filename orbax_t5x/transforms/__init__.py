@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from orbax_t5x.transforms.arrays import Transpose as Transpose
     from orbax_t5x.transforms.assignment_map import AssignmentMap as AssignmentMap
     from orbax_t5x.transforms.base import Transform as Transform
-    from orbax_t5x.transforms.chain import Chain as Chain
     from orbax_t5x.transforms.dequantize import Dequantize as Dequantize
     from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots as AdafactorSlots
     from orbax_t5x.transforms.follow.optimizer import FollowOptimizer as FollowOptimizer
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from orbax_t5x.transforms.names import Merge as Merge
     from orbax_t5x.transforms.names import Rename as Rename
     from orbax_t5x.transforms.repeat_layers import RepeatLayers as RepeatLayers
+    from orbax_t5x.transforms.run import Chain as Chain
     from orbax_t5x.transforms.sizes import FALLBACK as FALLBACK
     from orbax_t5x.transforms.sizes import Pad as Pad
     from orbax_t5x.transforms.sizes import Slice as Slice
@@ -53,7 +53,7 @@ MODULE_OF = {
     "AssignmentMap": "orbax_t5x.transforms.assignment_map",
     "Average": "orbax_t5x.transforms.sources",
     "Cast": "orbax_t5x.transforms.arrays",
-    "Chain": "orbax_t5x.transforms.chain",
+    "Chain": "orbax_t5x.transforms.run",
     "Concat": "orbax_t5x.transforms.split_concat",
     "Dequantize": "orbax_t5x.transforms.dequantize",
     "Drop": "orbax_t5x.transforms.names",

@@ -9,12 +9,18 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.transforms.base import Given, Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.by_rules import note_unused
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
 from orbax_t5x.transforms.patterns.closest import ClosestNames
-from orbax_t5x.transforms.patterns.table import Rule, expand, pattern_text, rule_table, rule_text, rule_tuple
-from orbax_t5x.transforms.patterns.template import expand_match
-from orbax_t5x.transforms.patterns.unused import note_unused
-from orbax_t5x.transforms.state import NewState
+from orbax_t5x.transforms.patterns.table import (
+    Rule,
+    expand,
+    expand_match,
+    pattern_text,
+    rule_table,
+    rule_text,
+    rule_tuple,
+)
 from orbax_t5x.trees.flat import FlatState
 
 # T5X lists every name of the checkpoint. Up to here so do we; beyond it the text would hide the rest of the error.

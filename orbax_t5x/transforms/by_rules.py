@@ -9,10 +9,9 @@ from typing import Any
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text, rule_table
-from orbax_t5x.transforms.patterns.unused import note_unused
-from orbax_t5x.transforms.state import NewState, view_of
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, view_of
+from orbax_t5x.transforms.patterns.closest import ClosestNames, may_be_moment
+from orbax_t5x.transforms.patterns.table import Pattern, RuleTable, compile_pattern, pattern_text, rule_table
 from orbax_t5x.trees.flat import FlatState
 
 Matches = Mapping[str, tuple[int, re.Match[str]]]
@@ -20,13 +19,24 @@ Matches = Mapping[str, tuple[int, re.Match[str]]]
 
 
 class ByRules(Transform):
-    """Base of transforms with rules in order of precedence."""
+    """Base of transforms with a pattern, or rules in order of precedence."""
 
+    pattern: Pattern
     require_match: bool
+
+    def _set(self, **fields: Any) -> None:
+        """Checks the pattern and sets fields of the frozen dataclass."""
+        compile_pattern(self.pattern, type(self).__name__)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _rule(self) -> str:
+        """Returns the rule as plans and errors show it."""
+        return f"{type(self).__name__} {pattern_text(self.pattern)!r}"
 
     def _patterns(self) -> tuple[Pattern, ...]:
         """Returns the patterns, in order of precedence."""
-        raise NotImplementedError
+        return (self.pattern,)
 
     def _place(self, rule: int, match: re.Match[str], value: Any, new: NewState, diagnostics: Diagnostics) -> None:
         """Puts the results for a leaf into the new state."""
@@ -51,21 +61,6 @@ class ByRules(Transform):
 
 class OnePattern(ByRules):
     """Base of transforms of each leaf that matches a pattern."""
-
-    pattern: Pattern
-
-    def _set(self, **fields: Any) -> None:
-        """Checks the pattern and sets fields of the frozen dataclass."""
-        compile_pattern(self.pattern, type(self).__name__)
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
-    def _rule(self) -> str:
-        """Returns the rule as plans and errors show it."""
-        return f"{type(self).__name__} {pattern_text(self.pattern)!r}"
-
-    def _patterns(self) -> tuple[Pattern, ...]:
-        return (self.pattern,)
 
     def _axis_of(self, view: View, axis: int, name: str, diagnostics: Diagnostics) -> int | None:
         """Counts an axis from 0, or records a problem."""
@@ -103,3 +98,53 @@ class InPlace(OnePattern):
             message = f"{self._rule()}: {error}"
             diagnostics.problem("shape", match.string, message, Fix("leave the leaf out of the pattern"))
             return None
+
+
+# A table of hundreds of forgotten rules is scanned for the cause of the first few only.
+_EXPLAINED_RULES = 10
+# Names shown where none is close.
+_SHOWN_NAMES = 3
+
+
+def note_unused(
+    table: RuleTable,
+    used: set[int],
+    names: Iterable[str],
+    diagnostics: Diagnostics,
+    *,
+    owner: str,
+    required: bool,
+    what: str = "the state dict",
+) -> None:
+    """Records unused rules as problems or warnings."""
+    if len(used) == len(table.patterns) or (not required and not diagnostics.warns_of_unused):
+        return
+    names = list(names)
+    closest = ClosestNames(names)
+    first_of: dict[Pattern, int] = {}
+    explained = 0
+    for index, pattern in enumerate(table.patterns):
+        text = pattern_text(pattern)
+        if first_of.setdefault(pattern, index) < index:
+            diagnostics.warnings.append(f"{owner}: pattern {text!r} is given twice; only the first counts")
+            continue
+        if index in used:
+            continue
+        explained += 1
+        regex = table.regex(index) if explained <= _EXPLAINED_RULES else None
+        seen = None if regex is None else next((name for name in names if regex.fullmatch(name)), None)
+        first = None if seen is None else table.first(seen)
+        if first is not None:
+            deciding = pattern_text(table.patterns[first[0]])
+            diagnostics.warnings.append(f"{owner}: pattern {text!r} is shadowed: {deciding!r} decides {seen!r}")
+            continue
+        message = f"{owner}: pattern {text!r} matches no name in {what}"
+        if not required:
+            diagnostics.warnings.append(message)
+            continue
+        near = closest.to(text) if regex is not None else []
+        likely = sorted(names, key=may_be_moment)[:_SHOWN_NAMES]
+        shown = f"; the names are such as {likely}" if names else "; there are none"
+        message += f"; closest: {near}" if near else shown
+        fix = Fix("correct or remove it (a pattern must match a whole name)")
+        diagnostics.problem("unused_rule", None, message, fix)

@@ -11,9 +11,8 @@ from orbax_t5x.errors import Fix
 from orbax_t5x.lazy.several import scaled
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.by_rules import ByRules, Matches
-from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, pattern_text
-from orbax_t5x.transforms.state import NewState, combine_leaves
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
+from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand
 from orbax_t5x.trees.flat import FlatState
 
 # `X.weight` in float8 or int8 has a scale beside it; a marker leaf of the file says which float8 it is.
@@ -117,11 +116,8 @@ class Dequantize(ByRules):
         if not isinstance(self.scale, str):
             raise TypeError(f"Dequantize: scale is a name, not {self.scale!r}")
 
-    def _patterns(self) -> tuple[Pattern, ...]:
-        return (self.pattern,)
-
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
-        rule = f"Dequantize {pattern_text(self.pattern)!r}"
+        rule = self._rule()
         scales: dict[str, str] = {}
         for name, (_, match) in matches.items():
             scale = expand(match, self.scale, rule, diagnostics)

@@ -20,7 +20,6 @@ from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.arrays import Affine, Reshape, Transpose
 from orbax_t5x.transforms.assignment_map import AssignmentMap
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.move import is_placeholder_for
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
@@ -44,6 +43,7 @@ from orbax_t5x.transforms.patterns.inverted import (
 )
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text, rule_table
 from orbax_t5x.transforms.repeat_layers import RepeatLayers
+from orbax_t5x.transforms.run import Chain
 from orbax_t5x.transforms.split_concat import Concat, Split
 from orbax_t5x.trees.flat import FlatState, flatten
 

@@ -17,7 +17,7 @@ from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.several import stack
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
 from orbax_t5x.transforms.patterns.table import (
     Pattern,
     compile_pattern,
@@ -26,7 +26,6 @@ from orbax_t5x.transforms.patterns.table import (
     new_name,
     pattern_text,
 )
-from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
 
 # The beginning of a group that matches only digits, such as `(\d+)` or `(?P<n>[0-9]{2})`.
@@ -129,9 +128,6 @@ class StackLayers(ByRules):
                 f"StackLayers: into {self.into!r} uses the layer number, which the stacked leaf does not have"
             )
         object.__setattr__(self, "axis", operator.index(self.axis))
-
-    def _patterns(self) -> tuple[Pattern, ...]:
-        return (self.pattern,)
 
     def _rule(self) -> str:
         return f"StackLayers {pattern_text(self.pattern)!r} -> {self.into!r}"

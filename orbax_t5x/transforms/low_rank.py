@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy import View
 from orbax_t5x.lazy.several import add_low_rank
 from orbax_t5x.transforms.by_rules import ByRules, Matches
-from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, pattern_text
-from orbax_t5x.transforms.state import NewState, combine_leaves
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
+from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand
 from orbax_t5x.trees.flat import FlatState
 
 
@@ -51,13 +49,6 @@ class AddLowRank(ByRules):
             raise TypeError(f"AddLowRank: down and up are names, not {self.down!r} and {self.up!r}")
         object.__setattr__(self, "scale", float(self.scale))
 
-    def _patterns(self) -> tuple[Pattern, ...]:
-        return (self.pattern,)
-
-    def _rule(self) -> str:
-        """Returns the rule as plans and errors show it."""
-        return f"AddLowRank {pattern_text(self.pattern)!r}"
-
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
         factors: dict[str, tuple[str, str]] = {}
         for name, (_, match) in matches.items():
@@ -81,7 +72,7 @@ class AddLowRank(ByRules):
     ) -> None:
         """Puts the sum, or the kernel after a problem."""
         lacking = [factor for factor in factors if state.get(factor) is None]
-        made: View | None = None
+        made = None
         if lacking:
             message = f"{self._rule()}: {name!r} has only one factor, there is no {lacking[0]!r}"
             diagnostics.problem("missing", name, message, Fix("give it both factors, or drop the other one"))
@@ -94,7 +85,4 @@ class AddLowRank(ByRules):
                 rule=self._rule(),
                 advice="correct the names of the factors, or transpose or cast them first",
             )
-        if made is None:
-            new.put(name, state[name], name)
-        else:
-            new.put(name, made, name, self._rule())
+        new.put(name, state[name] if made is None else made, name, None if made is None else self._rule())

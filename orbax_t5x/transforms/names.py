@@ -13,9 +13,8 @@ from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.transforms.base import Given, Transform
 from orbax_t5x.transforms.by_rules import ByRules, Matches
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
 from orbax_t5x.transforms.patterns.table import Pattern, Rule, new_name, pattern_tuple, rule_text, rule_tuple
-from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten
 
 

@@ -18,9 +18,8 @@ from orbax_t5x import on_demand
 from orbax_t5x.optim.containers import is_in_optimizer, rename_counts
 from orbax_t5x.optim.moments import SlotNames, SlotTree
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
 from orbax_t5x.transforms.names import Rename
-from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
 from orbax_t5x.trees.narrow import is_mapping
 

@@ -15,10 +15,9 @@ from orbax_t5x.lazy import View
 from orbax_t5x.lazy.several import concatenate
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.by_rules import ByRules, Matches
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, view_of
 from orbax_t5x.transforms.layers import MOST_LAYERS, layer_group, layer_number, written_layer_group
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
-from orbax_t5x.transforms.state import NewState, view_of
 from orbax_t5x.trees.flat import FlatState
 
 _SHOWN_LAYERS = 5
@@ -102,9 +101,6 @@ class RepeatLayers(ByRules):
         if lacking:
             raise ValueError(f"RepeatLayers: layers {listed(map(str, lacking), _SHOWN_LAYERS)} have no copy")
         return dataclasses.replace(self, depth=depth, how=tuple(copies.index(layer) for layer in range(depth)))
-
-    def _patterns(self) -> tuple[Pattern, ...]:
-        return (self.pattern,)
 
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
         found = [match for _, match in matches.values()]

@@ -15,9 +15,8 @@ from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.several import all_equal, average
 from orbax_t5x.transforms.base import Given, Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
-from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.dtypes import kind_of
 from orbax_t5x.trees.flat import FlatState
 

@@ -13,9 +13,8 @@ from orbax_t5x.lazy import View
 from orbax_t5x.lazy.several import concatenate
 from orbax_t5x.transforms.base import Given
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
 from orbax_t5x.transforms.patterns.table import Pattern, new_name, pattern_text, pattern_tuple
-from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
 
 

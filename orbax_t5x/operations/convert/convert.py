@@ -42,7 +42,7 @@ from orbax_t5x.restoring.sources import AnySource, open_sources
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.report import Page, Report, Section
 from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
-from orbax_t5x.transforms.describe import describe_transform
+from orbax_t5x.transforms.base import describe_transform
 from orbax_t5x.trees.narrow import check_flag
 
 

@@ -20,8 +20,7 @@ from orbax_t5x.optim.containers import STANDARD_ROOTS, checked_roots, find_roots
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.moments import Slot, SlotNames, SlotTree, StateRoot, by_tree
 from orbax_t5x.text.wording import leaves_text, listed
-from orbax_t5x.transforms.base import AnyTransform, Transform
-from orbax_t5x.transforms.describe import describe_transform
+from orbax_t5x.transforms.base import AnyTransform, Transform, describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.move import MovedLeaves, NewParameter, is_placeholder_for, move_leaves
 from orbax_t5x.transforms.follow.places import Places, Position

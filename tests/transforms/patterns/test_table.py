@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orbax_t5x.transforms.patterns.table import RuleTable, plain_parts
+from orbax_t5x.transforms.patterns.table import RuleTable, expand_match, plain_parts
 
 PARTS = st.sampled_from(["a", "b", "ab", "w", "layers_0", "layers_1", "layers_2", "layers_10", "0", "1"])
 NAMES = st.lists(PARTS, min_size=1, max_size=3).map("/".join)
@@ -118,3 +118,28 @@ def test_plain_parts_are_found_where_they_help():
     assert plain_parts(re.compile("a/b")) == {"a", "b"}
     for pattern in ("a/b|c/d", "(?i:a)/b", "(?!x)a/b", re.compile("a/b", re.IGNORECASE)):
         assert plain_parts(pattern) == set()
+
+
+_TEMPLATES = st.lists(
+    st.sampled_from(
+        ["x", "/", r"\1", r"\2", r"\g<1>", r"\g<x>", r"\g<0>", r"\\", r"\n", r"\10", r"\01", "1", "{i}", r"\q", "ä"]
+    ),
+    max_size=5,
+).map("".join)
+
+
+@pytest.mark.slow
+@given(
+    _TEMPLATES,
+    st.sampled_from([r"(a)(b)?", r"(?P<x>a)b?", "ab?", r"(a)(b?)" + r"()" * 8]),
+    st.sampled_from(["a", "ab"]),
+)
+def test_parsed_replacements_equal_expand(template, pattern, name):
+    match = re.fullmatch(pattern, name)
+    try:
+        expected = match.expand(template)
+    except (re.error, IndexError):
+        with pytest.raises(ValueError, match=r"\w"):
+            expand_match(match, template)
+    else:
+        assert expand_match(match, template) == expected
