@@ -236,7 +236,9 @@ def plan_of(
         decision = decided(caller.agree(history.with_older_steps_once()), once=True)
         return build_plan(inputs, decision, proposes=caller.proposes)
     _ = history.recorded  # a damaged record is an error also of a restore that needs none
-    nothing_to_decide = Decision(is_resuming=options.is_resuming is True, lineage=())
-    plan = build_plan(inputs, nothing_to_decide, proposes=caller.proposes)
-    plan.defer_provenance(lambda: decided(history.with_older_steps()).lineage)
-    return plan
+    return build_plan(
+        inputs,
+        Decision(is_resuming=options.is_resuming is True, lineage=()),
+        proposes=caller.proposes,
+        read_provenance=lambda: decided(history.with_older_steps()).lineage,
+    )

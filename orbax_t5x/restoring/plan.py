@@ -6,11 +6,12 @@ turns it into text and `executor` runs it, both loaded when they are first calle
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 
@@ -249,6 +250,7 @@ else:
     _Restored = TypeVar("_Restored")
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class RestorePlan(Generic[_Restored]):
     """Plan of a restore; made by `orbax_t5x.plan_restore`, run by `execute`.
 
@@ -260,6 +262,7 @@ class RestorePlan(Generic[_Restored]):
       dropped: names that a transform, a placeholder or an `InferenceState` took out.
       warnings: rules that are shadowed, repeated or unused where that is allowed, and what a reader warned of.
       provenance: what was applied to this state, oldest first; handlers write it beside what they save.
+        `read_provenance` makes it on first use.
       filled: names of the target's leaves that come from the fallback.
       fallback: computes what a fallback function computes with JAX, or None.
       is_fill_expected: whether the caller named the leaves that the fallback may fill (`fallback_for`).
@@ -285,45 +288,25 @@ class RestorePlan(Generic[_Restored]):
       (128, 16)
     """
 
-    def __init__(
-        self,
-        *,
-        entries: Sequence[PlanEntry],
-        target: Target,
-        checkpoints: Mapping[str, Checkpoint],
-        unused: Sequence[str],
-        dropped: Sequence[str],
-        warnings: Sequence[str],
-        provenance: Sequence[Mapping[str, Any]],
-        fallback: Compute | None,
-        is_fill_expected: bool = False,
-        found_rules: Sequence[AnyTransform] = (),
-        why: Mapping[str, Why] | None = None,
-        bytes_read_at_planning: int = 0,
-    ):
-        self.entries: tuple[PlanEntry, ...] = tuple(entries)
-        self.target = target
-        self.checkpoints: dict[str, Checkpoint] = dict(checkpoints)
-        self.unused: tuple[str, ...] = tuple(unused)
-        self.dropped: tuple[str, ...] = tuple(dropped)
-        self.warnings: tuple[str, ...] = tuple(warnings)
-        self._read_provenance: Callable[[], Sequence[Mapping[str, Any]]] = lambda: provenance
-        self.fallback = fallback
-        self.is_fill_expected = is_fill_expected
-        self.found_rules: tuple[AnyTransform, ...] = tuple(found_rules)
-        self.why: Mapping[str, Why] = why or {}
-        self.bytes_read_at_planning = bytes_read_at_planning
-        # None before `execute`, after which no caller should have to test it.
-        self.report: RestoreReport | Any = None
-        self.decisions: Mapping[str, Any] | None = None
-        self.is_resuming = False
-        self.rest: tuple[Any, ...] = ()
-        self.migrations: PlanMigrations | None = None
-        self.processes: AnyProcesses | None = None
-
-    def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Sets a function that makes the provenance on first use."""
-        self._read_provenance = read
+    entries: tuple[PlanEntry, ...]
+    target: Target
+    checkpoints: Mapping[str, Checkpoint]
+    unused: tuple[str, ...]
+    dropped: tuple[str, ...]
+    warnings: tuple[str, ...]
+    read_provenance: Callable[[], Sequence[Mapping[str, Any]]]
+    fallback: Compute | None
+    is_fill_expected: bool
+    found_rules: tuple[AnyTransform, ...]
+    why: Mapping[str, Why]
+    bytes_read_at_planning: int
+    is_resuming: bool
+    rest: tuple[AnyTransform, ...]
+    migrations: PlanMigrations | None
+    processes: AnyProcesses | None
+    # None before `execute`, after which no caller should have to test it.
+    report: RestoreReport | Any = None
+    decisions: Mapping[str, Any] | None = None
 
     @functools.cached_property
     @guarded
@@ -333,7 +316,7 @@ class RestorePlan(Generic[_Restored]):
         They are recorded with a save of it. Of a plan without transforms, of a step that records nothing, the run's
         older steps are read for it.
         """
-        return tuple(self._read_provenance())
+        return tuple(self.read_provenance())
 
     @functools.cached_property
     def filled(self) -> tuple[str, ...]:
@@ -431,9 +414,6 @@ class RestorePlan(Generic[_Restored]):
         return _plan_page(self).html()
 
     def __repr__(self) -> str:
-        counts = {
-            action: sum(entry.action == action for entry in self.entries)
-            for action in ("read", "value", "fallback", "keep")
-        }
-        actions = ", ".join(f"{count} {action}" for action, count in counts.items() if count)
+        counts = collections.Counter([entry.action for entry in self.entries])
+        actions = ", ".join(f"{counts[action]} {action}" for action in get_args(Action) if counts[action])
         return f"<RestorePlan: {actions or 'nothing to do'}; {len(self.unused)} unused, {len(self.dropped)} dropped>"

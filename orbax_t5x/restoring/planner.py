@@ -18,6 +18,7 @@ from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.lazy import Leaf, counting_reads
 from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.provenance.question import Decision, LeadsToTarget
+from orbax_t5x.provenance.records import Lineage
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import (
     FoundRules,
@@ -34,6 +35,7 @@ from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
 from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.text.wording import size_text
+from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics, Why
 from orbax_t5x.transforms.run import run_on_leaves
 from orbax_t5x.trees.flat import parents, prefixed
@@ -169,10 +171,18 @@ def leads_to_target_of(inputs: PlanInputs, one: OneSource | None) -> LeadsToTarg
     return functools.partial(_leads_to_target, own)
 
 
-def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:
-    """Plans a restore after a `decision` about its transforms."""
-    checkpoints, flattened, options = inputs.sources.checkpoints, inputs.target, inputs.options
-    source, diagnostics = inputs.source, inputs.diagnostics
+def build_plan(
+    inputs: PlanInputs,
+    decision: Decision,
+    *,
+    proposes: bool = True,
+    read_provenance: Callable[[], Lineage] | None = None,
+) -> RestorePlan:
+    """Plans a restore after a `decision` about its transforms.
+
+    The provenance is the decision's, or what `read_provenance` makes of it on first use.
+    """
+    target, options, diagnostics = inputs.target, inputs.options, inputs.diagnostics
     diagnostics.warnings += decision.warnings
     resuming, given = decision.is_resuming, inputs.transforms
     transforms = without_parts(given, decision.parts) if decision.parts else given
@@ -188,8 +198,8 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     with counting_reads() as reads:
         state = run_on_leaves(
             transforms,
-            source,
-            flattened.original,
+            inputs.source,
+            target.original,
             is_resuming=resuming,
             diagnostics=diagnostics,
             skipped=decision.skipped,
@@ -199,7 +209,8 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
             f"transforms read {size_text(reads.bytes_read)} while the plan was made, in every process: "
             "view.map(fn) and ot.transforms.Affine compute as each shard is read"
         )
-    has_matched = decision.unmatched is None or bool(diagnostics.origin_of) or _is_changed(source, state)
+    has_matched = decision.unmatched is None or bool(diagnostics.origin_of) or _is_changed(inputs.source, state)
+    lineage = decision.lineage if has_matched else decision.unmatched or ()
     matcher = inputs.match(state, diagnostics)
     entries = matcher.entries()
     # Before the problems: the shape of a broken leaf is unknown, so it clashes with any target.
@@ -213,34 +224,38 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         diagnostics.warnings += _warnings_of_scales({name: inputs.stored[name] for name in used}, unused)
     for pattern in matcher.unused_patterns() if options.fallback_for else ():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
-    found = () if resuming or not inputs.given else rules_found(inputs.given, transforms)
+    if target.kind == "everything":
+        target = _everything(inputs.sources.checkpoints, state, entries, () if resuming else transforms)
+    applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in decision.skipped]
+    rest = tuple([one for one in applied if not isinstance(one, OneSource) or one.steps])
     plan = RestorePlan(
-        entries=entries,
-        target=flattened
-        if flattened.kind != "everything"
-        else _everything(checkpoints, state, entries, () if resuming else transforms),
-        checkpoints=checkpoints,
-        unused=sorted(unused),
-        dropped=sorted(dropped),
-        warnings=diagnostics.warnings,
-        provenance=decision.lineage if has_matched else decision.unmatched or (),
+        entries=tuple(entries),
+        target=target,
+        checkpoints=inputs.sources.checkpoints,
+        unused=tuple(sorted(unused)),
+        dropped=tuple(sorted(dropped)),
+        warnings=tuple(diagnostics.warnings),
+        read_provenance=read_provenance or (lambda: lineage),
         fallback=None if fallback is None else fallback.compute,
         is_fill_expected=options.fallback_for is not None,
-        found_rules=found,
+        found_rules=() if resuming or not inputs.given else rules_found(inputs.given, transforms),
         why={} if resuming or any((decision.skipped, *decision.parts.values())) else inputs.why,
         bytes_read_at_planning=reads.bytes_read,
+        is_resuming=resuming,
+        rest=rest,
+        migrations=_migrations(given, rest) if given else None,
+        processes=options.multiprocessing_options,
     )
-    plan.is_resuming = resuming
-    if given:
-        rest = [] if resuming else [one for index, one in enumerate(transforms) if index not in decision.skipped]
-        plan.rest = tuple(one for one in rest if not isinstance(one, OneSource) or one.steps)
-        names, now = names_of_migrations(given), names_of_migrations(plan.rest)
-        plan.migrations = PlanMigrations(tuple(name for name in names if name not in now), now) if names else None
-    plan.processes = options.multiprocessing_options
-    if found and plan.filled and not plan.is_fill_expected:
-        if problems := _partial_rules(plan, found):
+    if plan.found_rules and plan.filled and not plan.is_fill_expected:
+        if problems := _partial_rules(plan):
             raise diagnostics.error(problems, path=inputs.sources.path)
     return plan
+
+
+def _migrations(given: Sequence[AnyTransform], rest: Sequence[AnyTransform]) -> PlanMigrations | None:
+    """Returns the names of the migrations, applied before and now."""
+    names, now = names_of_migrations(given), names_of_migrations(rest)
+    return PlanMigrations(tuple([name for name in names if name not in now]), now) if names else None
 
 
 def _is_changed(source: Mapping[str, Any], state: Mapping[str, Any]) -> bool:

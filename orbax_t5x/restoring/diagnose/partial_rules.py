@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.chains import AUTO
@@ -11,18 +10,17 @@ from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.filled import filled_parameters, parameter_counts, patterns_for_filled
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted
-from orbax_t5x.transforms.base import AnyTransform
 
 _LONGEST_CODE = 600
 
 
-def partial_rules(plan: RestorePlan, rules: Sequence[AnyTransform]) -> list[Problem]:
+def partial_rules(plan: RestorePlan) -> list[Problem]:
     """Returns the problem of parameters left to the fallback."""
     names = filled_parameters(plan)
     if not names:
         return []
     total, read, filled = parameter_counts(plan)
-    code = textwrap.shorten(calls_code(rules), _LONGEST_CODE, placeholder=" …")
+    code = textwrap.shorten(calls_code(plan.found_rules), _LONGEST_CODE, placeholder=" …")
     message = (
         f"transforms={AUTO!r}: the rules found cover {read:,} of the model's {counted(total, 'parameter')}, and the "
         f"fallback would fill {filled:,}: {names}. The rules: {code}"
