@@ -18,8 +18,8 @@ from orbax_t5x.cli.arguments import checked_rules, json_kind, read_map, resuming
 from orbax_t5x.cli.fixes import given_options
 from orbax_t5x.cli.rule_packs import AUTO, pack_argument
 from orbax_t5x.readers import Checkpoint, open_checkpoint
-from orbax_t5x.restoring.chains import FoundRules
 from orbax_t5x.restoring.options import RestoreOptions
+from orbax_t5x.restoring.sources import FoundRules
 from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.text.output import UsageError
 from orbax_t5x.transforms import AssignmentMap, Rename, Transform, Translate

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from orbax_t5x.restoring.api import restore
-from orbax_t5x.restoring.chains import Transforms
-from orbax_t5x.restoring.sources import AnySource
+from orbax_t5x.restoring.sources import AnySource, Transforms
 from orbax_t5x.transforms.patterns.table import Pattern
 
 InitTransform: Any = object

@@ -17,12 +17,11 @@ from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.provenance.question import Decision
 from orbax_t5x.provenance.records import Records
 from orbax_t5x.readers import Limits
-from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, PlanKeywords, RestoreKeywords, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, leads_to_target_of, plan_inputs
-from orbax_t5x.restoring.sources import AnySource, OpenSources, open_sources
+from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, chain_of, open_sources
 from orbax_t5x.text.masked import masked
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern

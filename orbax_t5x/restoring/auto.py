@@ -10,7 +10,7 @@ from typing import Any
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.restoring.chains import AUTO, PASS_RULES, FoundRules
+from orbax_t5x.restoring.sources import AUTO, PASS_RULES, FoundRules
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState
 

@@ -41,7 +41,7 @@ from orbax_t5x.restoring.execute.reading import GroupBuffers, Reader, allocate
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import Compute, PlanEntry, RestorePlan, RestoreReport
-from orbax_t5x.restoring.target_leaf import is_key_dtype
+from orbax_t5x.restoring.targets import is_key_dtype
 from orbax_t5x.text.progress_bar import OnProgress
 
 _execute_jointly = on_demand.function("orbax_t5x.restoring.joint_executor", "execute_jointly")

@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from orbax_t5x.concurrency import call_of_user
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import BlockingLeaf, Box, ReadStats, Request
-from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_data_shape
-from orbax_t5x.restoring.targets import flatten_target, require_finite
+from orbax_t5x.restoring.targets import TargetLeaf, flatten_target, is_key_dtype, key_data_shape, require_finite
 
 
 class ComputedLeaf(BlockingLeaf):

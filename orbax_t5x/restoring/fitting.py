@@ -22,7 +22,7 @@ from orbax_t5x.lazy import Leaf, View, as_view
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.stacked_names import stacked_part
-from orbax_t5x.restoring.target_leaf import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
+from orbax_t5x.restoring.targets import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import conversion, kind_of
 

@@ -20,9 +20,8 @@ from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.chains import record_rules
 from orbax_t5x.provenance.question import CallerKind, Decision, LeadsToTarget, ResumeContext, combine_decisions
 from orbax_t5x.provenance.records import UNRECORDED, Entry, Lineage, Records, from_metadata, make_entry
-from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.options import RestoreOptions
-from orbax_t5x.restoring.sources import OpenSources
+from orbax_t5x.restoring.sources import OneSource, OpenSources
 from orbax_t5x.trees.narrow import is_mapping
 
 # Of restores with transforms only.

@@ -20,8 +20,7 @@ from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
 from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry
-from orbax_t5x.restoring.target_leaf import MissingLeaf, TargetLeaf, is_key_dtype
-from orbax_t5x.restoring.targets import Target, is_parameter_name
+from orbax_t5x.restoring.targets import MissingLeaf, Target, TargetLeaf, is_key_dtype, is_parameter_name
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.dtype_names import as_dtype

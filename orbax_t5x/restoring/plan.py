@@ -21,8 +21,7 @@ from orbax_t5x.lazy import Box, Leaf, Verify, View
 from orbax_t5x.lazy.box import full_box
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, RestoreOptions
-from orbax_t5x.restoring.target_leaf import TargetLeaf
-from orbax_t5x.restoring.targets import Target
+from orbax_t5x.restoring.targets import Target, TargetLeaf
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 from orbax_t5x.transforms.base import AnyTransform

@@ -20,19 +20,20 @@ from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.provenance.question import Decision, LeadsToTarget
 from orbax_t5x.provenance.records import Lineage
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.chains import (
-    FoundRules,
-    OneSource,
-    names_of_migrations,
-    rules_found,
-    without_parts,
-    written_out,
-)
 from orbax_t5x.restoring.fallback import Fallback, open_fallback
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
-from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
+from orbax_t5x.restoring.sources import (
+    FoundRules,
+    OneSource,
+    OpenSources,
+    names_of_migrations,
+    rules_found,
+    without_parts,
+    without_saved_whole_prefix,
+    written_out,
+)
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.text.wording import size_text
 from orbax_t5x.transforms.base import AnyTransform

@@ -10,10 +10,17 @@ from typing import Any
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import LazyArray, View, as_view
 from orbax_t5x.lazy.value import has_unfilled
-from orbax_t5x.restoring.chains import OneSource, Transforms, chain_of, without_parts, written_out
 from orbax_t5x.restoring.lineage import SourceHistory
 from orbax_t5x.restoring.options import RestoreOptions
-from orbax_t5x.restoring.sources import AnySource, open_sources
+from orbax_t5x.restoring.sources import (
+    AnySource,
+    OneSource,
+    Transforms,
+    chain_of,
+    open_sources,
+    without_parts,
+    written_out,
+)
 from orbax_t5x.transforms.base import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves

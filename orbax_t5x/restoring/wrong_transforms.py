@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from orbax_t5x import on_demand
-from orbax_t5x.restoring.chains import AUTO
+from orbax_t5x.restoring.sources import AUTO
 from orbax_t5x.transforms import MODULE_OF as public_transforms
 
 _pack_names = on_demand.function("orbax_t5x.rules.graph", "pack_names")

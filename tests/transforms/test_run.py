@@ -5,7 +5,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x import transforms as tr
-from orbax_t5x.restoring.chains import chain_of
+from orbax_t5x.restoring.sources import chain_of
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from tests.support.transform_cases import AB

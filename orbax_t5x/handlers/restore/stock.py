@@ -22,8 +22,7 @@ from orbax_t5x.handlers.type_handlers.numpy_or_lazy import stock_handler
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.target_leaf import describe_leaf
-from orbax_t5x.restoring.targets import require_finite
+from orbax_t5x.restoring.targets import describe_leaf, require_finite
 from orbax_t5x.trees.pytree_names import leaf_name
 
 _JAX_ARRAY = "jax.Array"

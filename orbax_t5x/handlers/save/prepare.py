@@ -29,7 +29,7 @@ from orbax_t5x.handlers.type_handlers.unsupported import check_leaves, is_storab
 from orbax_t5x.lazy import LazyArray, as_view
 from orbax_t5x.lazy.chunks import ChunkPreferences
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.restoring.chains import saved_chain
+from orbax_t5x.restoring.sources import saved_chain
 from orbax_t5x.restoring.targets import flatten_target, is_parameter_name, require_finite
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.diagnostics import Diagnostics

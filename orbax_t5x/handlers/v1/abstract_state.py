@@ -11,9 +11,8 @@ import orbax.checkpoint.experimental.v1 as v1
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context, calls_handlers
-from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.options import RestoreOptions
-from orbax_t5x.restoring.sources import AnySource
+from orbax_t5x.restoring.sources import AnySource, Transforms, chain_of
 from orbax_t5x.restoring.targets import require_finite
 
 _WHERE = "loaded inside `with ot.v1.context():`"

@@ -21,10 +21,9 @@ from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.multihost.rendezvous import collective_operation
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.api import open_plan
-from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import BroadcastMode, ExecuteKeywords, RestoreOptions, SourceKeywords
-from orbax_t5x.restoring.sources import AnySource
+from orbax_t5x.restoring.sources import AnySource, Transforms
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms.patterns.table import Pattern

@@ -34,11 +34,10 @@ from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.registry import Registry
 from orbax_t5x.restoring.api import plan_of
-from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import AnyProcesses, RestoreOptions, check_dtype
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.sources import AnySource, open_sources
+from orbax_t5x.restoring.sources import AnySource, Transforms, chain_of, open_sources
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.report import Page, Report, Section
 from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text

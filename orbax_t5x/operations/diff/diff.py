@@ -26,10 +26,9 @@ from orbax_t5x.operations.diff.report import DiffReport, DiffStatus, LeafDiff
 from orbax_t5x.operations.diff.values import LargestDifference, Tolerance, are_comparable
 from orbax_t5x.operations.division import divided
 from orbax_t5x.readers import Limits
-from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.execute.groups import clusters_of
 from orbax_t5x.restoring.options import AnyProcesses, RestoreOptions
-from orbax_t5x.restoring.sources import AnySource
+from orbax_t5x.restoring.sources import AnySource, Transforms
 from orbax_t5x.restoring.transformed import open_transformed
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import dtype_text

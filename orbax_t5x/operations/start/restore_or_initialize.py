@@ -46,13 +46,12 @@ from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded, 
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
 from orbax_t5x.restoring.api import open_plan
-from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.fallback import abstract_tree
 from orbax_t5x.restoring.lineage import Caller, Records
 from orbax_t5x.restoring.options import BroadcastMode, ExecuteKeywords, RestoreOptions, SourceKeywords
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
-from orbax_t5x.restoring.sources import AnySource, OpenSources, unopened_chain
+from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import with_full_stop
 from orbax_t5x.transforms.patterns.table import Pattern

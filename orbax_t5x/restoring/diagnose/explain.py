@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.chains import FoundRules, OneSource
 from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves, model_leaves
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.planner import PlanInputs
+from orbax_t5x.restoring.sources import FoundRules, OneSource
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics

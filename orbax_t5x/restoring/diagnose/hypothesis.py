@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Problem
 from orbax_t5x.optim.containers import is_in_optimizer
-from orbax_t5x.restoring.target_leaf import MissingLeaf
-from orbax_t5x.restoring.targets import Target
+from orbax_t5x.restoring.targets import MissingLeaf, Target
 from orbax_t5x.transforms import Transform
 
 Shapes = Mapping[str, tuple[int, ...]]

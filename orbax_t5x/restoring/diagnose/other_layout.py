@@ -8,8 +8,8 @@ from typing import Any
 
 from orbax_t5x import on_demand, transforms
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
+from orbax_t5x.restoring.sources import OneSource
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Transform
 

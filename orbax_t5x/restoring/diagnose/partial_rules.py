@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.chains import AUTO
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.filled import filled_parameters, parameter_counts, patterns_for_filled
+from orbax_t5x.restoring.sources import AUTO
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.other_layout import pack_remedy
+from orbax_t5x.restoring.sources import OneSource
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.transforms import Average, Overlay, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics

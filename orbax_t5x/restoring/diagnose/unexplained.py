@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves, as_template
-from orbax_t5x.restoring.target_leaf import MissingLeaf
+from orbax_t5x.restoring.targets import MissingLeaf
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 

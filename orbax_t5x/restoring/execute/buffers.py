@@ -22,7 +22,7 @@ from orbax_t5x.files.memory import empty_array
 from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.box import box_shape, box_size, full_box
 from orbax_t5x.restoring.plan import PlanEntry, addressable_boxes, box_of_index, shard_indices
-from orbax_t5x.restoring.target_leaf import TargetLeaf, key_impl_of
+from orbax_t5x.restoring.targets import TargetLeaf, key_impl_of
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
 _ALIGNMENT = 64

@@ -6,8 +6,7 @@ import numpy as np
 
 from orbax_t5x.lazy import as_view
 from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, UnmatchedLeaves, as_template
-from orbax_t5x.restoring.target_leaf import MissingLeaf
-from orbax_t5x.restoring.targets import flatten_target
+from orbax_t5x.restoring.targets import MissingLeaf, flatten_target
 
 ARRAY = np.zeros((2, 3), np.float32)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.restoring.chains import FoundRules
 from orbax_t5x.restoring.show.entries import why_text
+from orbax_t5x.restoring.sources import FoundRules
 from orbax_t5x.trees.flat import unflatten
 from tests.support import t5_layouts
 from tests.support.memory_checkpoint import checkpoint
