@@ -1,16 +1,21 @@
-"""Finds the rules that `"auto"` means, between leaves and a target."""
+"""Finds the rules that `"auto"` means, and refuses too few of them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
+import textwrap
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.show.filled import filled_parameters, parameter_counts, patterns_for_filled
 from orbax_t5x.restoring.sources import AUTO, PASS_RULES, FoundRules
+from orbax_t5x.text.code import calls_code
+from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState
 
@@ -62,3 +67,22 @@ def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[
     with contextlib.suppress(RestorePlanError):
         return _find_rules(source, wanted, settings=settings)
     return found or _find_rules(source, target, settings=settings)
+
+
+_LONGEST_CODE = 600
+
+
+def partial_rules(plan: RestorePlan) -> list[Problem]:
+    """Returns the problem of parameters left to the fallback."""
+    names = filled_parameters(plan)
+    if not names:
+        return []
+    total, read, filled = parameter_counts(plan)
+    code = textwrap.shorten(calls_code(plan.found_rules), _LONGEST_CODE, placeholder=" …")
+    message = (
+        f"transforms={AUTO!r}: the rules found cover {read:,} of the model's {counted(total, 'parameter')}, and the "
+        f"fallback would fill {filled:,}: {names}. The rules: {code}"
+    )
+    patterns = patterns_for_filled(plan)
+    value = ... if patterns is None else patterns
+    return [Problem("rule", None, message, Fix.setting("if these are new, pass {}", fallback_for=value))]

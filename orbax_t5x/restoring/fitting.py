@@ -8,6 +8,7 @@ clash is a problem; nothing raises and nothing is read.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,7 +22,6 @@ from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Leaf, View, as_view
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import RestoreOptions
-from orbax_t5x.restoring.stacked_names import stacked_part
 from orbax_t5x.restoring.targets import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import conversion, kind_of
@@ -36,6 +36,9 @@ _UNKNOWN_DIMENSIONS = Fix(
 )
 # A Python scalar takes the dtype of what it meets where that is of the same kind or a later one.
 _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
+# A container of layers that are one array for all of them.
+_LAYERS = re.compile(r"(?i)(?:\w*_)?(?:layers?|blocks?|h|stack|scan[a-z]*|(?:en|de)coder_?blocks?)(?:_(?:stack|scan))?")
+_LAYER = re.compile(r"(?i)(?:.*(?:layer|block)s?|blk|h)")
 
 
 class Fitting:
@@ -288,3 +291,19 @@ def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
     """Makes the error of a step too large for the target's dtype."""
     problem = Problem("dtype", leaf.name, message, Fix.by_target("give the target the stored dtype"))
     return RestorePlanError([problem], path=leaf.path or None)
+
+
+def is_layer_word(part: str) -> bool:
+    """Tests if a name's part, without its number, means a layer."""
+    return _LAYER.fullmatch(part) is not None
+
+
+def stacked_part(name: str) -> str | None:
+    """Returns a name up to an unnumbered layer part, or None."""
+    parts = name.split("/")
+    for at, (part, after) in enumerate(itertools.pairwise(parts)):
+        if _LAYERS.fullmatch(part) is not None and not after.isdecimal():
+            return "".join(f"{one}/" for one in parts[: at + 1])
+        if part == after:
+            return "".join(f"{one}/" for one in parts[: at + 2])
+    return None

@@ -43,7 +43,7 @@ from orbax_t5x.trees.flat import parents, prefixed
 
 # Only a plan that fails is explained, and only found rules can cover a part of a model.
 _explain_failure = on_demand.function("orbax_t5x.restoring.diagnose.explain", "explain_failure")
-_partial_rules = on_demand.function("orbax_t5x.restoring.diagnose.partial_rules", "partial_rules")
+_partial_rules = on_demand.function("orbax_t5x.restoring.auto", "partial_rules")
 # Only of restores that leave leaves unread.
 _warnings_of_scales = on_demand.function("orbax_t5x.transforms.dequantize", "warnings_of_scales")
 

@@ -160,7 +160,7 @@ def run_transforms(
 
 
 class Steps(Transform):
-    """Base of transforms that run others in order: `steps`, a field of theirs."""
+    """Base of transforms made of `steps`, run in order."""
 
     steps: Any
 

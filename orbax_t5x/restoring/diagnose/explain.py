@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves, model_leaves
+from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves, model_leaves
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.planner import PlanInputs
 from orbax_t5x.restoring.sources import FoundRules, OneSource
@@ -22,24 +22,29 @@ from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 
-# In order: causes of many missing leaves, then of single leaves, each with the attribute of the leaves that it needs.
-HYPOTHESES = (
-    ("transforms", "other_layout", "NeedlessRules"),
-    ("sources", "several_sources", "SeveralSources"),
-    ("bare_sources", "several_sources", "BareSource"),
-    ("unfilled", "other_layout", "OtherPack"),
-    ("likes", "naming", "OtherNames"),
-    ("missing", "other_layout", "AlignedModel"),
-    ("missing", "unexplained", "SingleArray"),
-    ("missing", "unexplained", "NoValue"),
-    ("optimizer", "other_optimizer", "OtherOptimizer"),
-    ("sized", "other_depth", "OtherDepth"),
-    ("fed_forward", "other_depth", "OtherFeedForward"),
-    ("leftovers", "leftovers", "EncoderOnly"),
-    ("leftovers", "leftovers", "UnreadScales"),
-    ("leftovers", "leftovers", "TiedLogits"),
-    ("leftovers", "leftovers", "OtherModels"),
-    ("unexplained", "unexplained", "Unexplained"),
+# In order: what the leaves need to have for it, the module, and the function.
+REMEDIES = (
+    ("transforms", "other_layout", "needless_rules"),
+    ("sources", "other_layout", "several_sources"),
+    ("bare_sources", "other_layout", "bare_source"),
+    ("unfilled", "other_layout", "other_pack"),
+    ("likes", "naming", "other_names"),
+    ("missing", "other_layout", "aligned_model"),
+)
+# Causes of many missing leaves, then of single leaves, then of leaves that are left over.
+EXPLANATIONS = (
+    ("unfilled", "other_layout", "untranslated"),
+    ("likes", "naming", "similar_names"),
+    ("missing", "unexplained", "single_array"),
+    ("missing", "unexplained", "no_value"),
+    ("optimizer", "other_optimizer", "other_optimizer"),
+    ("sized", "other_depth", "other_depth"),
+    ("fed_forward", "other_depth", "other_feed_forward"),
+    ("leftovers", "unexplained", "encoder_only"),
+    ("leftovers", "unexplained", "unread_scales"),
+    ("leftovers", "unexplained", "tied_logits"),
+    ("leftovers", "unexplained", "other_models"),
+    ("unexplained", "unexplained", "unexplained"),
 )
 
 _NOTHING_MORE = Fix("")
@@ -105,7 +110,7 @@ def _best_remedy(
     unfilled = unfilled_of(matcher)
     unmatched = _unmatched(matcher, inputs)
     best: _TriedRemedy | None = None
-    for remedy in (remedy for hypothesis in hypotheses(unmatched) for remedy in hypothesis.remedies(unmatched)):
+    for remedy in (remedy for hypothesis in REMEDIES for remedy in asked(hypothesis, unmatched)):
         if best is not None and not best.left and remedy.reason != best.remedy.reason:
             break
         after = _match_with(remedy, matcher, inputs)
@@ -121,15 +126,11 @@ def _best_remedy(
     return best
 
 
-def _hypothesis(module: str, name: str) -> Hypothesis:
-    return on_demand.function(f"orbax_t5x.restoring.diagnose.{module}", name)()
-
-
-def hypotheses(unmatched: UnmatchedLeaves) -> Iterator[Hypothesis]:
-    """Loads the hypotheses that unmatched leaves can have, in order."""
-    for needed, module, name in HYPOTHESES:
-        if getattr(unmatched, needed):
-            yield _hypothesis(module, name)
+def asked(hypothesis: tuple[str, str, str], unmatched: UnmatchedLeaves) -> Iterator[Any]:
+    """Yields a hypothesis' answers; loads it if the leaves need it."""
+    needed, module, name = hypothesis
+    if getattr(unmatched, needed):
+        yield from on_demand.function(f"orbax_t5x.restoring.diagnose.{module}", name)(unmatched)
 
 
 def _matched_before(inputs: PlanInputs, found: Matcher) -> tuple[Matcher, bool]:
@@ -235,9 +236,8 @@ def _problems(matcher: Matcher, inputs: PlanInputs) -> list[Problem]:
     unmatched = _unmatched(matcher, inputs)
     position = {one.name: at for at, one in enumerate(unmatched.missing)}
     found: list[Problem] = []
-    for needed, module, name in HYPOTHESES:
-        if getattr(unmatched, needed):
-            explained = list(_hypothesis(module, name).explanations(unmatched))
+    for hypothesis in EXPLANATIONS:
+        if explained := list(asked(hypothesis, unmatched)):
             found += [_with_given(one.problem, inputs) for one in explained]
             unmatched = unmatched.without({name for one in explained for name in one.names})
     # Causes of many missing leaves, then single ones in the target's order, then what is left over.

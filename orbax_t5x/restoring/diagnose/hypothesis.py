@@ -1,7 +1,8 @@
-"""Interface of the hypotheses that `explain` tries in order.
+"""Unmatched leaves, as the hypotheses of `explain` get them, and their answers.
 
-A hypothesis proposes transforms, which are tried before a user sees them, or explains leaves without a counterpart in
-words. Only what the meaning of the names shows to be right is proposed as code that can be pasted.
+A hypothesis is a function that proposes transforms, which are tried before a user sees them, or explains leaves without
+a counterpart in words: a problem in place of each leaf's own, without repeats. Only what the meaning of the names shows
+to be right is proposed as code that can be pasted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Problem
@@ -137,18 +138,6 @@ class Explanation(NamedTuple):
 
     problem: Problem
     names: Collection[str]
-
-
-class Hypothesis:
-    """A possible cause of unmatched leaves, as a frozen dataclass."""
-
-    def remedies(self, unmatched: UnmatchedLeaves) -> Iterable[Remedy]:
-        """Returns transforms to try, the likeliest first."""
-        return ()
-
-    def explanations(self, unmatched: UnmatchedLeaves) -> Iterable[Explanation]:
-        """Returns problems in place of each leaf's own, without repeats."""
-        return ()
 
 
 def as_template(text: str) -> str:

@@ -11,7 +11,6 @@ leaf that could mean two others, or two that could mean the same, get no rule.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import re
 from collections.abc import Hashable, Iterator, Mapping
@@ -20,15 +19,8 @@ from typing import Any
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.containers import MOMENT_WORDS, may_be_moment
-from orbax_t5x.restoring.diagnose.hypothesis import (
-    Explanation,
-    Hypothesis,
-    Remedy,
-    UnmatchedLeaves,
-    as_template,
-    model_leaves,
-)
-from orbax_t5x.restoring.stacked_names import is_layer_word
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Remedy, UnmatchedLeaves, as_template, model_leaves
+from orbax_t5x.restoring.fitting import is_layer_word
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms import AssignmentMap, Rename
 
@@ -59,39 +51,36 @@ Pair = tuple[str, str]
 """A name in a checkpoint, and one in a target; or parts of them, with `#` for a number that both have."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OtherNames(Hypothesis):
-    """Another prefix, other parts, or another word in names."""
+def other_names(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+    """Proposes rules for another prefix, or for other parts of names."""
+    shapes = unmatched.unfilled_shapes
+    missing = model_leaves(shapes)
+    is_moment = may_be_moment(missing[0])
+    free = {name: value for name, value in unmatched.free.items() if may_be_moment(name) == is_moment}
+    # A leaf of a shape that the other side lacks would leave its neighbours open.
+    common = {shapes[name] for name in missing}.intersection(tuple(value.shape) for value in free.values())
+    wanted = {name: unmatched.target.leaves[name] for name in missing if shapes[name] in common}
+    if len(wanted) < _LEAST_ALIKE:
+        return
+    free = {name: value for name, value in free.items() if tuple(value.shape) in common}
+    moves = _moves_between(free, wanted, may_contradict=True)
+    pairs = [(move.sources[0], ours) for ours, move in moves.items() if move.axis is None and len(move.sources) == 1]
+    yield from _of_prefix(pairs)
+    if unmatched.missing and len(pairs) == len(missing):
+        yield from _of_parts(pairs)
 
-    def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-        shapes = unmatched.unfilled_shapes
-        missing = model_leaves(shapes)
-        is_moment = may_be_moment(missing[0])
-        free = {name: value for name, value in unmatched.free.items() if may_be_moment(name) == is_moment}
-        # A leaf of a shape that the other side lacks would leave its neighbours open.
-        common = {shapes[name] for name in missing}.intersection(tuple(value.shape) for value in free.values())
-        wanted = {name: unmatched.target.leaves[name] for name in missing if shapes[name] in common}
-        if len(wanted) < _LEAST_ALIKE:
-            return
-        free = {name: value for name, value in free.items() if tuple(value.shape) in common}
-        moves = _moves_between(free, wanted, may_contradict=True)
-        pairs = [
-            (move.sources[0], ours) for ours, move in moves.items() if move.axis is None and len(move.sources) == 1
-        ]
-        yield from _of_prefix(pairs)
-        if unmatched.missing and len(pairs) == len(missing):
-            yield from _of_parts(pairs)
 
-    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        if not unmatched.takes_rules:
-            return
-        names = SimilarNames({name: one.leaf for name, one in unmatched.wanted.items()}, unmatched.free)
-        for name in itertools.islice(unmatched.wanted, _LOOKUPS):
-            same = names.to(name)
-            if same is not None:
-                fix = Fix.adding(AssignmentMap(((re.escape(name), as_template(same)),)))
-                message = f"the checkpoint has no such leaf; {same!r} has its shape and dtype"
-                yield Explanation(Problem("missing", name, message, fix), (name,))
+def similar_names(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+    """Explains missing leaves by another word in their names."""
+    if not unmatched.takes_rules:
+        return
+    names = SimilarNames({name: one.leaf for name, one in unmatched.wanted.items()}, unmatched.free)
+    for name in itertools.islice(unmatched.wanted, _LOOKUPS):
+        same = names.to(name)
+        if same is not None:
+            fix = Fix.adding(AssignmentMap(((re.escape(name), as_template(same)),)))
+            message = f"the checkpoint has no such leaf; {same!r} has its shape and dtype"
+            yield Explanation(Problem("missing", name, message, fix), (name,))
 
 
 # -- another prefix

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.containers import may_be_moment
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Shapes, UnmatchedLeaves
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Shapes, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import LEAVE_UNREAD
-from orbax_t5x.restoring.stacked_names import is_layer_word, stacked_part
+from orbax_t5x.restoring.fitting import is_layer_word, stacked_part
 from orbax_t5x.text.wording import counted, leaves_text
 from orbax_t5x.transforms import Transform
 
@@ -78,38 +78,32 @@ class _Tower(NamedTuple):
         return match is not None and int(match["i"]) >= min(self.old, self.new)
 
 
-@dataclasses.dataclass(frozen=True)
-class OtherDepth(Hypothesis):
-    """Numbered or counted layers, more on a side."""
-
-    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        towers = [*_numbered_towers(unmatched), *_stacked_changes(unmatched)]
-        groups: dict[tuple[Any, ...], list[_Tower]] = collections.defaultdict(list)
-        for tower in towers:
-            groups[tower[1:]].append(tower)
-        for group in groups.values():
-            yield from _explained(group, unmatched)
-        counting = {
-            name for name in unmatched.clashes if any(tower.axis is not None and tower.has(name) for tower in towers)
-        }
-        yield from _widths(unmatched, counting)
+def other_depth(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+    """Explains numbered or counted layers, more on a side."""
+    towers = [*_numbered_towers(unmatched), *_stacked_changes(unmatched)]
+    groups: dict[tuple[Any, ...], list[_Tower]] = collections.defaultdict(list)
+    for tower in towers:
+        groups[tower[1:]].append(tower)
+    for group in groups.values():
+        yield from _explained(group, unmatched)
+    counting = {
+        name for name in unmatched.clashes if any(tower.axis is not None and tower.has(name) for tower in towers)
+    }
+    yield from _widths(unmatched, counting)
 
 
-@dataclasses.dataclass(frozen=True)
-class OtherFeedForward(Hypothesis):
-    """T5X's `mlp/wi` against `mlp/wi_0` and `mlp/wi_1`, layer by layer."""
-
-    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        matches = filter(None, map(_FEED_FORWARD.fullmatch, unmatched.stored))
-        gated = {match["layer"]: bool(match["gate"]) for match in matches}
-        for name in unmatched.wanted:
-            match = _FEED_FORWARD.fullmatch(name)
-            if match is None or gated.get(match["layer"], bool(match["gate"])) == bool(match["gate"]):
-                continue
-            (theirs, activations), (ours, _) = (_PLAIN, _GATED) if match["gate"] else (_GATED, _PLAIN)
-            message = f"the checkpoint's feed-forward layers are {theirs}, and the target's are {ours}"
-            fix = Fix.by_target(f"build the model as the checkpoint's was (T5X: mlp_activations={activations})")
-            yield Explanation(Problem("missing", None, message, fix), (name,))
+def other_feed_forward(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+    """Explains T5X's `mlp/wi` against `mlp/wi_0` and `mlp/wi_1`."""
+    matches = filter(None, map(_FEED_FORWARD.fullmatch, unmatched.stored))
+    gated = {match["layer"]: bool(match["gate"]) for match in matches}
+    for name in unmatched.wanted:
+        match = _FEED_FORWARD.fullmatch(name)
+        if match is None or gated.get(match["layer"], bool(match["gate"])) == bool(match["gate"]):
+            continue
+        (theirs, activations), (ours, _) = (_PLAIN, _GATED) if match["gate"] else (_GATED, _PLAIN)
+        message = f"the checkpoint's feed-forward layers are {theirs}, and the target's are {ours}"
+        fix = Fix.by_target(f"build the model as the checkpoint's was (T5X: mlp_activations={activations})")
+        yield Explanation(Problem("missing", None, message, fix), (name,))
 
 
 def _explained(towers: Sequence[_Tower], unmatched: UnmatchedLeaves) -> Iterator[Explanation]:

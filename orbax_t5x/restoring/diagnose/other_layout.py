@@ -1,17 +1,19 @@
-"""Hypotheses on the layout: missing, other or needless rules."""
+"""Hypotheses on rules: missing, other or needless, or of a source."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbax_t5x import on_demand, transforms
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.sources import OneSource
+from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted
-from orbax_t5x.transforms import Transform
+from orbax_t5x.transforms import Average, Overlay, Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.run import run_on_leaves
 
 _MESH_TF = "the checkpoint's names are Mesh TensorFlow's"
 # Leaves of a model that is aligned; fewer are explained one by one.
@@ -24,44 +26,38 @@ _pack_function = on_demand.function("orbax_t5x.rules.graph", "pack_function")
 _pack_to_t5x = on_demand.function("orbax_t5x.rules.graph", "pack_to_t5x")
 
 
-@dataclasses.dataclass(frozen=True)
-class NeedlessRules(Hypothesis):
-    """Transforms that take away the target's names."""
-
-    def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-        if unmatched.transforms and any(name in unmatched.source for name in unmatched.unfilled):
-            yield Remedy(
-                (), "the target has the names of the checkpoint as they are without the transforms", is_instead=True
-            )
+def needless_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+    """Proposes no transforms, if they take away the target's names."""
+    if unmatched.transforms and any(name in unmatched.source for name in unmatched.unfilled):
+        yield Remedy(
+            (), "the target has the names of the checkpoint as they are without the transforms", is_instead=True
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class OtherPack(Hypothesis):
-    """A pack that `orbax_t5x.rules.infer` finds.
+def other_pack(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+    """Proposes a pack that `orbax_t5x.rules.infer` finds.
 
     It is `Translate` for a target too small a part of a model for that.
     """
+    remedy = pack_remedy(unmatched.stored, unmatched.target.original)
+    if remedy is not None:
+        yield remedy
+    elif _is_untranslated(unmatched):
+        yield Remedy((transforms.Translate(),), _MESH_TF)
+    # The rules of the call may be written for the names that a pack makes.
+    if unmatched.transforms and all(map(_is_rule, unmatched.transforms)):
+        first = pack_remedy(unmatched.source, unmatched.target.original)
+        if first is not None:
+            yield first._replace(is_first=True)
 
-    def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-        remedy = pack_remedy(unmatched.stored, unmatched.target.original)
-        if remedy is not None:
-            yield remedy
-        elif _is_untranslated(unmatched):
-            yield Remedy((transforms.Translate(),), _MESH_TF)
-        # The rules of the call may be written for the names that a pack makes.
-        if unmatched.transforms and all(map(_is_rule, unmatched.transforms)):
-            first = pack_remedy(unmatched.source, unmatched.target.original)
-            if first is not None:
-                yield first._replace(is_first=True)
 
-    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        # A target that has the bundle's names for its other leaves is not to be translated.
-        is_mostly_unfilled = 2 * len(unmatched.unfilled) > len(unmatched.target.leaves)
-        if is_mostly_unfilled and unmatched.missing and unmatched.takes_rules and _is_untranslated(unmatched):
-            message = (
-                f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
-            )
-            yield Explanation(Problem("missing", None, message, Fix.adding(transforms.Translate())), ())
+def untranslated(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+    """Explains leaves that `Translate` may name."""
+    # A target that has the bundle's names for its other leaves is not to be translated.
+    is_mostly_unfilled = 2 * len(unmatched.unfilled) > len(unmatched.target.leaves)
+    if is_mostly_unfilled and unmatched.missing and unmatched.takes_rules and _is_untranslated(unmatched):
+        message = f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
+        yield Explanation(Problem("missing", None, message, Fix.adding(transforms.Translate())), ())
 
 
 def _is_rule(transform: Any) -> bool:
@@ -117,20 +113,87 @@ def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:
     return not has_translate and _find_layout(unmatched.stored).kind == "mesh tf"
 
 
-@dataclasses.dataclass(frozen=True)
-class AlignedModel(Hypothesis):
-    """Rules of `"auto"` for the whole model, as advice.
+def aligned_model(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+    """Proposes the rules of `"auto"` for the whole model, as advice.
 
     Names alone do not show that they are right.
     """
+    if unmatched.transforms or len(unmatched.missing) < _LEAST_ALIGNED:
+        return
+    try:
+        found = _find_rules(unmatched.arrays, unmatched.target.original)
+    except RestorePlanError:
+        return
+    if found.is_whole:
+        reason = "the names differ, and shapes, structure and words give each one reading"
+        yield Remedy(found.parts, reason, _LET_AUTO_FIND)
 
-    def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-        if unmatched.transforms or len(unmatched.missing) < _LEAST_ALIGNED:
+
+def several_sources(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+    """Proposes `Average` or `Overlay` of several sources."""
+    rules: dict[str, tuple[OneSource, ...]] = {}
+    filled: dict[str, set[str]] = {}
+    for source in unmatched.sources:
+        start = f"{source}/"
+        if any(name.startswith(start) for name in unmatched.target.leaves):
             return
-        try:
-            found = _find_rules(unmatched.arrays, unmatched.target.original)
-        except RestorePlanError:
-            return
-        if found.is_whole:
-            reason = "the names differ, and shapes, structure and words give each one reading"
-            yield Remedy(found.parts, reason, _LET_AUTO_FIND)
+        own = {name.removeprefix(start): value for name, value in unmatched.free.items() if name.startswith(start)}
+        found_names = _filled_names(own, unmatched)
+        if not found_names and source in unmatched.bare_sources:
+            found = pack_remedy(own, unmatched.target.original)
+            if found is not None:
+                # As a transform of the call: after those of other sources, on this one's leaves.
+                rules[source] = (OneSource(source, found.transforms, frozenset(own)),)
+                found_names = _filled_names(_transformed(found.transforms, own, unmatched), unmatched)
+        if found_names:
+            filled[source] = found_names
+    if len(filled) < 2:
+        return
+    *others, last = map(repr, filled)
+    names = f"{', '.join(others)} and {last}"
+    # A source with fewer leaves is one that changes some of the others'.
+    overlay = Overlay(tuple(sorted(filled, key=lambda source: len(filled[source]))))
+    own_rules = [rule for source in filled for rule in rules.get(source, ())]
+    reason = f"the sources {names} have leaves for them, each below its own name"
+    if len({name for found_names in filled.values() for name in found_names}) == sum(map(len, filled.values())):
+        yield Remedy((*own_rules, overlay), reason, _advice(own_rules, overlay) if own_rules else None)
+        return
+    # Where two sources have the same leaf, its name does not show which value is wanted.
+    average = Average(tuple([(source, 1.0) for source in sorted(filled)]))
+    is_same = len(set(map(frozenset, filled.values()))) == 1
+    ways = (average, overlay) if is_same else (overlay,)
+    yield Remedy((*own_rules, ways[0]), reason, _advice(own_rules, *ways))
+
+
+def _advice(own_rules: list[OneSource], *ways: Transform) -> str:
+    """Returns the fix in words: sources' transforms and combinations."""
+    meanings = {Average: "for their mean", Overlay: "to take each leaf from the first that has it"}
+    combine = ", or ".join(f"[{calls_code((way,))}] {meanings[type(way)]}" for way in ways)
+    given = ", ".join(f"{rule.source!r}: ot.Source(path, [{calls_code(rule.steps)}])" for rule in own_rules)
+    sources = f"give the source its transforms: {{{given}}}, and " if given else ""
+    return f"{sources}combine the sources: {combine}"
+
+
+def _transformed(
+    transforms: tuple[Transform, ...], leaves: Mapping[str, Any], unmatched: UnmatchedLeaves
+) -> Mapping[str, Any]:
+    return run_on_leaves(
+        transforms, leaves, unmatched.target.original, is_resuming=False, diagnostics=Diagnostics(problems=[])
+    )
+
+
+def _filled_names(leaves: Mapping[str, Any], unmatched: UnmatchedLeaves) -> set[str]:
+    """Returns unfilled names with leaves of their shape."""
+    shapes = unmatched.unfilled_shapes
+    return {name for name, leaf in leaves.items() if name in shapes and tuple(leaf.shape) == shapes[name]}
+
+
+def bare_source(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+    """Proposes a pack for a source, below the source's name."""
+    for source, leaves in unmatched.bare_sources.items():
+        found = pack_remedy(leaves, OneSource(source, ()).target_below(unmatched.target.original))
+        if found is not None:
+            advice = (
+                f"give the source its transforms: {{{source!r}: ot.Source(path, [{calls_code(found.transforms)}])}}"
+            )
+            yield Remedy(found.transforms, f"of the source {source!r}, {found.reason}", advice, source)

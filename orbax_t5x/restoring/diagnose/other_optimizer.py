@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.containers import is_in_optimizer
 from orbax_t5x.optim.moments import SlotNames
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import give_values
 from orbax_t5x.text.wording import leaves_text
 from orbax_t5x.transforms import AdafactorSlots
@@ -28,28 +27,25 @@ _CONVERT_BUNDLE = Fix("put ot.transforms.AdafactorSlots() behind ot.rules.mesh_t
 _CONVERT = Fix("begin the transforms with ot.transforms.AdafactorSlots(), before parameters are renamed")
 
 
-@dataclasses.dataclass(frozen=True)
-class OtherOptimizer(Hypothesis):
-    """A target that has nothing of its optimizer's state from the checkpoint."""
-
-    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        wanted, ours = _optimizer(unmatched.target.leaves)
-        missing = [name for name in unmatched.wanted if name in wanted]
-        if len(missing) < _LEAST or not wanted <= set(unmatched.unfilled):
-            return
-        stored, theirs = _optimizer({name: value for name, value in unmatched.source.items() if value is not None})
-        first = unmatched.wanted[missing[0]]
-        ways = [give_values(first) if first.is_barred else _ANEW]
-        message = f"the checkpoint has {theirs} state, the target {ours}"
-        if not stored:
-            message = "the checkpoint has no optimizer's state"
-        elif theirs == ours:
-            message = f"the checkpoint has {theirs} state under other names or in other shapes than the target"
-            is_converted = any(isinstance(transform, AdafactorSlots) for transform in unmatched.transforms)
-            if theirs == "Adafactor's" and not is_converted:
-                ways.insert(0, _CONVERT_BUNDLE if any("_slot_" in name for name in stored) else _CONVERT)
-        message += f": {leaves_text(len(missing))} of the target's optimizer are missing"
-        yield Explanation(Problem("missing", None, message, Fix.any_of(*ways)), missing)
+def other_optimizer(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+    """Explains a target without its optimizer's state in the checkpoint."""
+    wanted, ours = _optimizer(unmatched.target.leaves)
+    missing = [name for name in unmatched.wanted if name in wanted]
+    if len(missing) < _LEAST or not wanted <= set(unmatched.unfilled):
+        return
+    stored, theirs = _optimizer({name: value for name, value in unmatched.source.items() if value is not None})
+    first = unmatched.wanted[missing[0]]
+    ways = [give_values(first) if first.is_barred else _ANEW]
+    message = f"the checkpoint has {theirs} state, the target {ours}"
+    if not stored:
+        message = "the checkpoint has no optimizer's state"
+    elif theirs == ours:
+        message = f"the checkpoint has {theirs} state under other names or in other shapes than the target"
+        is_converted = any(isinstance(transform, AdafactorSlots) for transform in unmatched.transforms)
+        if theirs == "Adafactor's" and not is_converted:
+            ways.insert(0, _CONVERT_BUNDLE if any("_slot_" in name for name in stored) else _CONVERT)
+    message += f": {leaves_text(len(missing))} of the target's optimizer are missing"
+    yield Explanation(Problem("missing", None, message, Fix.any_of(*ways)), missing)
 
 
 def _optimizer(leaves: Mapping[str, Any]) -> tuple[set[str], str]:

@@ -8,8 +8,7 @@ import numpy as np
 
 from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
-from orbax_t5x.restoring.show.broadcasts import broadcast_totals, decision_data
-from orbax_t5x.restoring.show.entries import entry_how, entry_why
+from orbax_t5x.restoring.show.entries import broadcast_totals, decision_data, entry_how, entry_why
 from orbax_t5x.restoring.show.filled import parameter_counts
 from orbax_t5x.text.code import code_of
 from orbax_t5x.trees.narrow import is_tuple

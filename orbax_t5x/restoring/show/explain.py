@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,18 @@ import numpy as np
 from orbax_t5x.lazy import Box
 from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
-from orbax_t5x.restoring.show.broadcasts import decision_text
-from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_reads, entry_sharding, entry_why, why_text
+from orbax_t5x.restoring.show.entries import (
+    decision_text,
+    entry_array,
+    entry_how,
+    entry_reads,
+    entry_sharding,
+    entry_source,
+    entry_why,
+    why_text,
+)
+from orbax_t5x.restoring.show.table import SHOWN_ROWS
+from orbax_t5x.text.fold import fold, fold_names
 from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text, mesh_text, plain, size_text
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.trees.dtypes import conversion
@@ -148,3 +158,46 @@ def _explain_stored(plan: RestorePlan, leaf: str) -> list[list[str]]:
             _labelled("dropped", "taken out by a transform, a `...` in the target or an InferenceState; not read")
         )
     return [lines]
+
+
+_COMPARED: tuple[tuple[str, Callable[[PlanEntry], str]], ...] = (
+    ("action", lambda entry: entry.action),
+    ("from", lambda entry: entry_source(entry) if entry.action == "read" else ""),
+    ("how", entry_how),
+    ("array", entry_array),
+    ("sharding", entry_sharding),
+)
+
+
+def plan_diff(plan: RestorePlan, other: RestorePlan) -> str:
+    """Lists the differences between two plans, leaf by leaf."""
+    first, second = ({entry.name: entry for entry in one.entries} for one in (plan, other))
+    lines = [f"- {name}" for name in _folded(name for name in first if name not in second)]
+    lines += [f"+ {name}" for name in _folded(name for name in second if name not in first)]
+    changed = [(name, _change(entry, second[name])) for name, entry in first.items() if name in second]
+    changed = [(name, change) for name, change in changed if change]
+    lines += [f"~ {row.label}: {row.texts[1]}" for row in fold(changed)]
+    for word in ("unused", "dropped"):
+        before, after = (dict.fromkeys(getattr(one, word)) for one in (plan, other))
+        lines += [f"  no longer {word}: {name}" for name in _folded(name for name in before if name not in after)]
+        lines += [f"  newly {word}: {name}" for name in _folded(name for name in after if name not in before)]
+    if len(lines) > SHOWN_ROWS:
+        lines[SHOWN_ROWS:] = [f"… and {counted(len(lines) - SHOWN_ROWS, 'line')} more: compare `plan.to_json()`"]
+    if lines and plan.bytes_to_read != other.bytes_to_read:
+        lines.append(f"this process reads {size_text(plan.bytes_to_read)} -> {size_text(other.bytes_to_read)}")
+    return "\n".join(plain(line) for line in lines)
+
+
+def _folded(names: Iterable[str]) -> list[str]:
+    return [row.label for row in fold_names(names)]
+
+
+def _change(entry: PlanEntry, other: PlanEntry) -> str:
+    changes = [
+        f"{word} {text_of(entry) or 'nothing'} -> {text_of(other) or 'nothing'}"
+        for word, text_of in _COMPARED
+        if text_of(entry) != text_of(other)
+    ]
+    if entry.sources != other.sources and entry_source(entry) == entry_source(other):
+        changes.append(f"other sources behind {entry_source(entry)}")
+    return "; ".join(changes)

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.show.broadcasts import broadcast_text
 from orbax_t5x.restoring.show.entries import (
     ACTION_WORDS,
+    broadcast_text,
     entry_array,
     entry_how,
     entry_sharding,
