@@ -2,7 +2,7 @@
 
 A value leaf refers to the caller's array and copies nothing before it is read. Of a sharded `jax.Array` only the shards
 of this process that a box touches are brought to the host. An array behind a function is read whole for any box: its
-function cannot return less. `UnfilledLeaf` stands where a transform of the checkpoint's leaves leaves room for others.
+function cannot return less. Placeholders stand for values that are known, or computed, later.
 """
 
 from __future__ import annotations
@@ -121,10 +121,11 @@ class OpaqueLeaf(BlockingLeaf):
         return f"OpaqueLeaf({self.name!r}, {self.array!r})"
 
 
-class UnfilledLeaf(BlockingLeaf):
-    """Placeholder for elements that only a restore knows; it cannot be read."""
+class PlaceholderLeaf(BlockingLeaf):
+    """Array without elements yet; it cannot be read."""
 
     is_value = True
+    _reason: str
 
     def __init__(self, name: str, shape: Sequence[int], dtype: np.dtype):
         self.name = name
@@ -137,14 +138,30 @@ class UnfilledLeaf(BlockingLeaf):
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Raises ValueError."""
-        self._refuse()
+        self.read_blocking(requests, stats)
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Raises ValueError."""
-        self._refuse()
+        raise ValueError(self._reason.format(self.name))
 
-    def _refuse(self) -> None:
-        raise ValueError(f"elements of {self.name} are known only in a restore (ot.restore(…, fallback=…))")
+
+class UnfilledLeaf(PlaceholderLeaf):
+    """Room that a transform leaves for elements that only a restore knows."""
+
+    _reason = "elements of {} are known only in a restore (ot.restore(…, fallback=…))"
+
+
+class ComputedLeaf(PlaceholderLeaf):
+    """Array that a fallback function computes with JAX.
+
+    `key_dtype` is that of typed PRNG keys, whose shape and dtype are those of their uint32 data.
+    """
+
+    _reason = "{}: what a fallback function returns is computed when a plan is executed"
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: np.dtype, key_dtype: Any = None):
+        super().__init__(name, shape, dtype)
+        self.key_dtype = key_dtype
 
 
 def has_unfilled(leaves: Sequence[Leaf]) -> bool:

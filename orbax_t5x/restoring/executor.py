@@ -35,10 +35,10 @@ from orbax_t5x import on_demand
 from orbax_t5x.concurrency import LoopThread, as_carried, call_of_user, first_failure, wait_all
 from orbax_t5x.files.windows import WINDOW_BYTES
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf
+from orbax_t5x.lazy.value import ComputedLeaf
 from orbax_t5x.restoring.execute.buffers import StagingBuffers, check_value, make_values, sent_leaves
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.reading import GroupBuffers, Reader, allocate
-from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import Compute, PlanEntry, RestorePlan, RestoreReport
 from orbax_t5x.restoring.targets import is_key_dtype

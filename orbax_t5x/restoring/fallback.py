@@ -18,60 +18,45 @@ from jax.sharding import Mesh, NamedSharding
 
 from orbax_t5x.concurrency import call_of_user
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.lazy import BlockingLeaf, Box, ReadStats, Request
+from orbax_t5x.lazy.value import ComputedLeaf
 from orbax_t5x.restoring.targets import TargetLeaf, flatten_target, is_key_dtype, key_data_shape, require_finite
 
 
-class ComputedLeaf(BlockingLeaf):
-    """Array that a fallback function computes with JAX.
+def open_fallback(
+    fallback: Any, note: Callable[[Problem], None]
+) -> tuple[Mapping[str, Any] | None, Computation | None]:
+    """Returns a fallback's values by name, and the computation of the rest.
 
-    `key_dtype` is that of typed PRNG keys, whose shape and dtype are those of their uint32 data.
+    Without values after problems, which `note` takes. The computation holds none of the values.
     """
+    values: dict[str, Any] = {}
 
-    is_value = True
+    def computed() -> dict[str, Any]:
+        given = _leaves_of(fallback())
+        values.update((name, value) for name, value in given.items() if not _is_computed(value))
+        return {name: value for name, value in given.items() if _is_computed(value)}
 
-    def __init__(self, name: str, array: jax.ShapeDtypeStruct):
-        is_key = is_key_dtype(array.dtype)
-        self.name = name
-        self.key_dtype: Any = array.dtype if is_key else None
-        self.shape: tuple[int, ...] = key_data_shape(array.shape, array.dtype) if is_key else tuple(array.shape)
-        self.dtype: np.dtype = np.dtype(np.uint32 if is_key else array.dtype)
-
-    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns 0: no byte of a checkpoint is read."""
-        return 0
-
-    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Raises, as `read_blocking` does."""
-        self.read_blocking(requests, stats)
-
-    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Raises: an execution reads from the array that it has computed instead."""
-        raise ValueError(f"{self.name}: what a fallback function returns is computed when a plan is executed")
-
-
-class Fallback:
-    """Values for missing leaves, by name.
-
-    `compute` computes the latter; it holds none of the values.
-    """
-
-    def __init__(self, fallback: Any):
-        self.leaves: Mapping[str, Any]
-        self.compute: Computation | None = None
+    try:
         if not _is_function(fallback):
-            self.leaves = _leaves_of(fallback)
-            return
-        values: dict[str, Any] = {}
-
-        def computed() -> dict[str, Any]:
-            given = _leaves_of(fallback())
-            values.update((name, value) for name, value in given.items() if not _is_computed(value))
-            return {name: value for name, value in given.items() if _is_computed(value)}
-
+            return _leaves_of(fallback), None
         arrays: dict[str, jax.ShapeDtypeStruct] = jax.eval_shape(computed)
-        self.leaves = {**values, **{name: ComputedLeaf(name, array) for name, array in arrays.items()}}
-        self.compute = Computation(fallback, arrays) if arrays else None
+    except RestorePlanError as error:
+        for problem in error.problems:
+            note(problem)
+        return None, None
+    except Exception as error:  # whatever the caller's function raises under tracing
+        message = f"the function given as fallback cannot be traced: {type(error).__name__}: {error}"
+        fix = Fix.setting("pass the tree itself that the function makes as {}", fallback=...)
+        note(Problem("fallback", None, message, fix))
+        return None, None
+    leaves = {**values, **{name: _computed_leaf(name, array) for name, array in arrays.items()}}
+    return leaves, Computation(fallback, arrays) if arrays else None
+
+
+def _computed_leaf(name: str, array: jax.ShapeDtypeStruct) -> ComputedLeaf:
+    if is_key_dtype(array.dtype):
+        return ComputedLeaf(name, key_data_shape(array.shape, array.dtype), np.dtype(np.uint32), array.dtype)
+    return ComputedLeaf(name, array.shape, np.dtype(array.dtype))
 
 
 class Computation:
@@ -97,7 +82,8 @@ class Computation:
         def missing() -> tuple[Any, ...]:
             given = _leaves_of(call_of_user(self._function))
             self._check_planned(names, given)
-            return tuple(_in_dtype(given[name], leaves[name]) for name in names)
+            wanted = ((given[name], leaves[name]) for name in names)
+            return tuple(value if leaf.kind == "key" else value.astype(leaf.dtype) for value, leaf in wanted)
 
         placings = tuple(leaves[name].placing for name in names)
         if placings[0] is None:
@@ -117,23 +103,6 @@ class Computation:
                 problems.append(Problem("fallback", name, message, Fix.in_program(fix)))
         if problems:
             raise RestorePlanError(problems)
-
-
-def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | None:
-    """Opens the caller's fallback, or returns None."""
-    if fallback is None:
-        return None
-    try:
-        return Fallback(fallback)
-    except RestorePlanError as error:
-        for problem in error.problems:
-            note(problem)
-        return None
-    except Exception as error:  # whatever the caller's function raises under tracing
-        message = f"the function given as fallback cannot be traced: {type(error).__name__}: {error}"
-        fix = Fix.setting("pass the tree itself that the function makes as {}", fallback=...)
-        note(Problem("fallback", None, message, fix))
-        return None
 
 
 def abstract_tree(fallback: Any) -> Any:
@@ -172,10 +141,6 @@ def _shape_text(value: Any) -> str:
 def _leaves_of(tree: Any) -> dict[str, Any]:
     given = flatten_target(tree, "fallback").original
     return {name: leaf for name, leaf in given.items() if leaf is not None and leaf is not ...}
-
-
-def _in_dtype(value: Any, leaf: TargetLeaf) -> Any:
-    return value if leaf.kind == "key" else value.astype(leaf.dtype)
 
 
 def _devices(leaf: TargetLeaf) -> Hashable:

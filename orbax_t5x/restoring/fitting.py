@@ -20,7 +20,7 @@ import numpy as np
 from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Leaf, View, as_view
-from orbax_t5x.restoring.fallback import ComputedLeaf
+from orbax_t5x.lazy.value import ComputedLeaf
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.targets import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
 from orbax_t5x.text.wording import listed

@@ -15,8 +15,7 @@ from orbax_t5x.errors import Fix, Problem, ProblemKind
 from orbax_t5x.lazy import LazyArray, Leaf, View, as_view
 from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.lazy.node import LeafNode, Node
-from orbax_t5x.lazy.value import has_unfilled
-from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
+from orbax_t5x.lazy.value import ComputedLeaf, has_unfilled
 from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry
@@ -40,7 +39,7 @@ class Matcher:
     """Matcher of a transformed state dict's leaves with a target's.
 
     Attributes:
-      target, state, diagnostics: as given.
+      target, state, diagnostics: as given; `fallback` has values for missing leaves by name.
       problems: of target leaves for which there is a value that cannot be used.
       missing: the leaves of the target that nothing fills, in order.
       restores_nothing: whether there is no value for the target but what the fallback gives; valid after `entries`.
@@ -52,7 +51,7 @@ class Matcher:
         self,
         target: Target,
         options: RestoreOptions,
-        fallback: Fallback | None,
+        fallback: Mapping[str, Any] | None,
         stored_names: Mapping[Leaf, str],
         state: Mapping[str, Any],
         diagnostics: Diagnostics,
@@ -255,8 +254,8 @@ class Matcher:
 
     def _filled(self, name: str, leaf: TargetLeaf, view: View) -> View | None:
         """Fills a padded view from the fallback, or returns None."""
-        value = None if self._fallback is None else self._fallback.leaves.get(name)
-        if self._fallback is None or value is None:
+        value = None if self._fallback is None else self._fallback.get(name)
+        if value is None:
             lack = "no fallback was given" if self._options.fallback is None else "that has no such leaf"
             message = f"Pad takes new elements from the fallback, and {lack}"
             value = Fix.setting(f"give {{}} a value of shape {leaf.shape} for it", fallback=...)
@@ -300,11 +299,11 @@ class Matcher:
         fidelity = self.diagnostics.fidelity.get(name, "")
         if fidelity != "reset":
             self.unfilled.append(name)
-        value = None if self._fallback is None else self._fallback.leaves.get(name)
+        value = None if self._fallback is None else self._fallback.get(name)
         may_fill = self._fillable is None or any(pattern.fullmatch(name) for pattern in self._fillable)
         if self._fillable is None or not may_fill:
             self._raise_broken_parent(name)
-        if self._fallback is None or value is None or not may_fill:
+        if value is None or not may_fill:
             # The transform that should have made an explained one says why it could not.
             if name not in self.diagnostics.explained:
                 is_barred = value is not None and not may_fill

@@ -20,7 +20,6 @@ from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.provenance.question import Decision, LeadsToTarget
 from orbax_t5x.provenance.records import Lineage
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.fallback import Fallback, open_fallback
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
@@ -44,6 +43,7 @@ from orbax_t5x.trees.flat import parents, prefixed
 # Only a plan that fails is explained, and only found rules can cover a part of a model.
 _explain_failure = on_demand.function("orbax_t5x.restoring.diagnose.explain", "explain_failure")
 _partial_rules = on_demand.function("orbax_t5x.restoring.auto", "partial_rules")
+_open_fallback = on_demand.function("orbax_t5x.restoring.fallback", "open_fallback")
 # Only of restores that leave leaves unread.
 _warnings_of_scales = on_demand.function("orbax_t5x.transforms.dequantize", "warnings_of_scales")
 
@@ -60,7 +60,7 @@ class PlanInputs:
       why: its reasons for leaves of the target.
       takes_rules: whether transforms are applied, and one more would be; not so when a run is resumed.
       proposes: whether transforms that would help are looked for.
-      fallback: values for missing leaves.
+      fallback: values for missing leaves, by name.
       before: the problems that were known before the transforms.
     """
 
@@ -75,7 +75,7 @@ class PlanInputs:
     why: Mapping[str, Why]
     takes_rules: bool = True
     proposes: bool = True
-    fallback: Fallback | None = None
+    fallback: Mapping[str, Any] | None = None
     before: tuple[Problem, ...] = ()
 
     @functools.cached_property
@@ -187,7 +187,9 @@ def build_plan(
     diagnostics.warnings += decision.warnings
     resuming, given = decision.is_resuming, inputs.transforms
     transforms = without_parts(given, decision.parts) if decision.parts else given
-    fallback = None if options.fallback is None else open_fallback(options.fallback, diagnostics.problems.append)
+    fallback = compute = None
+    if options.fallback is not None:
+        fallback, compute = _open_fallback(options.fallback, diagnostics.problems.append)
     inputs = dataclasses.replace(
         inputs,
         transforms=transforms,
@@ -237,7 +239,7 @@ def build_plan(
         dropped=tuple(sorted(dropped)),
         warnings=tuple(diagnostics.warnings),
         read_provenance=read_provenance or (lambda: lineage),
-        fallback=None if fallback is None else fallback.compute,
+        fallback=compute,
         is_fill_expected=options.fallback_for is not None,
         found_rules=() if resuming or not inputs.given else rules_found(inputs.given, transforms),
         why={} if resuming or any((decision.skipped, *decision.parts.values())) else inputs.why,
