@@ -17,7 +17,7 @@ from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_
 from orbax_t5x.readers.flax_msgpack.open import open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node as WalkedNode
 from orbax_t5x.readers.leaves import BrokenLeaf
-from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
+from orbax_t5x.readers.orbax.metadata import UNTYPED, ItemMetadata, NodeMetadata
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
 
 # What Orbax calls empty nodes.
@@ -50,7 +50,7 @@ class Aggregate:
                         f"is stored under {array!r}, and so is {places[array]!r}", path=self._file.path, leaf=name
                     )
             empty = _EMPTY_TYPES.get(kind) if not node else None
-            nodes.append(NodeMetadata(name, array or name, empty or "aggregated", skipped=array is None))
+            nodes.append(NodeMetadata(name, array or name, empty or UNTYPED, skipped=array is None))
         return ItemMetadata(
             nodes=tuple(nodes), use_ocdbt=None, use_zarr3=False, absent_is_fill=False, custom_metadata=None, nbytes=0
         )

@@ -57,6 +57,8 @@ def inside(item: str, name: str) -> str:
 
 
 METADATA_FILE = "_METADATA"
+# The type of values in items without that file.
+UNTYPED = "aggregated"
 _CUSTOM_KEY = b'"custom_metadata"'
 # Orbax writes `custom_metadata` last, behind some hundred bytes for each leaf. Most records have a few KiB.
 _END_BYTES = 64 << 10

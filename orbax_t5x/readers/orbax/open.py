@@ -35,8 +35,7 @@ from orbax_t5x.files.strict_json import charge_parsed, parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.detect import PathProbe, is_file, is_msgpack_map, owner_of_file, subdirectories
-from orbax_t5x.readers.format_table import T5X
+from orbax_t5x.readers.detect import is_file, subdirectories
 from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
@@ -44,6 +43,7 @@ from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums,
 from orbax_t5x.readers.orbax.item_files import database_files, find_item_files, stat_ahead
 from orbax_t5x.readers.orbax.metadata import (
     METADATA_FILE,
+    UNTYPED,
     ItemMetadata,
     inside,
     read_item_metadata,
@@ -56,6 +56,7 @@ from orbax_t5x.readers.orbax.steps import (
     STEP_METADATA_FILE,
     are_checkpoints,
     deleted_item,
+    is_early_item,
     is_item,
     is_step_directory,
     is_t5x_step,
@@ -87,7 +88,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
         raise CheckpointNotFoundError(
             "an unfinished save: Orbax renames this directory when it is done", path=directory
         )
-    if files.has_file(METADATA_FILE) or files.has_file(MANIFEST_FILE) or _is_early_item(files, ""):
+    if files.has_file(METADATA_FILE) or files.has_file(MANIFEST_FILE) or is_early_item(files):
         return _open_single_item(files_at(directory), limits, item)
     if not is_step_directory(directory):
         steps = (step for step in newest_first(directory) if not is_t5x_step(os.path.join(directory, step.name)))
@@ -102,14 +103,6 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
             opened.step = step_of_name(os.path.basename(directory))
             return opened
     return _open_step(files_at(directory), limits, item)
-
-
-def _is_early_item(root: Files, item: str) -> bool:
-    """Tests if a directory is an item of the first Orbax versions."""
-    if root.has_file(inside(item, METADATA_FILE)):
-        return False
-    state = PathProbe(root.join(item) if item else root.path, "directory").inside(MSGPACK_FILE)
-    return is_msgpack_map(state) and owner_of_file(state, [T5X]) is None
 
 
 def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpoint:
@@ -285,7 +278,7 @@ class _OrbaxOpening:
 
     def _add_item(self, item: str, prefix: str) -> dict[str, Any]:
         """Adds an item's leaves."""
-        if _is_early_item(self._root, item):
+        if is_early_item(self._root, item):
             metadata = self._aggregate(item).metadata()
         else:
             metadata = read_item_metadata(self._root, item, self._limits)
@@ -308,7 +301,8 @@ class _OrbaxOpening:
                 values = TensorStoreValues(kvstore, directory, self._context)
                 answered(["database", directory], values.check)
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
-        texts = [node.param for node in metadata.nodes if node.value_type == "string"]
+        # The first versions told strings by their file alone.
+        texts = [node.param for node in metadata.nodes if node.value_type in ("string", UNTYPED)]
         strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
         sums = self._read_sums(item, metadata) if files.checksums else NO_SUMS
         self._sequences.update(prefix + name if name else prefix.rstrip("/") for name in metadata.sequences)
@@ -317,7 +311,7 @@ class _OrbaxOpening:
             named = NamedNode(prefix + node.name if node.name else prefix.rstrip("/"), node)
             if node.is_empty:
                 self._empties[named.name] = node.empty_value
-            elif node.value_type == "string":
+            elif node.param in strings or (node.value_type == "string" and not node.skipped):
                 self._add_string(named, strings, directory, sums)
             elif node.skipped:
                 self._add_aggregated(item, named)

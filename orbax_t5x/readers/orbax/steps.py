@@ -30,11 +30,21 @@ from orbax_t5x.errors import (
     Fix,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.interface import Files
 from orbax_t5x.files.paths import is_name
 from orbax_t5x.files.places import files_at
 from orbax_t5x.files.strict_json import parse_object
-from orbax_t5x.readers.detect import PathProbe, Subdirectories, is_bundle_state, is_file, subdirectories
-from orbax_t5x.readers.orbax.metadata import METADATA_FILE
+from orbax_t5x.readers.detect import (
+    PathProbe,
+    Subdirectories,
+    is_bundle_state,
+    is_file,
+    is_msgpack_map,
+    owner_of_file,
+    subdirectories,
+)
+from orbax_t5x.readers.format_table import T5X
+from orbax_t5x.readers.orbax.metadata import METADATA_FILE, inside
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
 MANIFEST_FILE = "manifest.ocdbt"
@@ -80,6 +90,14 @@ def is_item(directory: str) -> bool:
     return is_file(directory, METADATA_FILE)
 
 
+def is_early_item(root: Files, item: str = "") -> bool:
+    """Tests if a directory is an item of the first Orbax versions."""
+    if root.has_file(inside(item, METADATA_FILE)):
+        return False
+    state = PathProbe(root.join(item) if item else root.path, "directory").inside(MSGPACK_FILE)
+    return is_msgpack_map(state) and owner_of_file(state, [T5X]) is None
+
+
 def item_names(directory: str) -> list[str]:
     """Lists the subdirectories of a step that hold arrays, sorted."""
     files = files_at(directory)
@@ -93,7 +111,11 @@ def item_names(directory: str) -> list[str]:
             )
         names = files.subdirectories().inside
     files.stat_ahead([f"{name}/{METADATA_FILE}" for name in names])
-    return sorted(name for name in names if TEMPORARY_MARK not in name and is_item(os.path.join(directory, name)))
+    names = [name for name in names if TEMPORARY_MARK not in name]
+    items = [name for name in names if is_item(os.path.join(directory, name))]
+    if not items and not files.has_file(STEP_METADATA_FILE):
+        items = [name for name in names if step_of_name(name) is None and is_early_item(files, name)]
+    return sorted(items)
 
 
 def recorded_items(directory: str) -> dict[str, Any]:

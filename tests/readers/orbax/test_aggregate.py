@@ -39,6 +39,39 @@ def test_orbaxs_own_fixtures(item, described):
     assert_same(restored["c"]["a"], stock["c/a"])
 
 
+ERAS = ("0.1.8", "0.2.7", "0.4.1", "0.5.3", "0.6.4", "0.11.6")
+
+
+@pytest.mark.parametrize("name", ["run", "run/3", "run/3/default", "aggregate"])
+@pytest.mark.parametrize("era", ERAS)
+def test_steps_and_items_of_orbaxs_eras(goldens, era, name):
+    """Written by that version; see `goldens/orbax_eras/generate.py`."""
+    expected = {
+        "params": {"dense": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(3, np.float16)}},
+        "opt": {"0": np.arange(4, dtype=np.int8), "1": None, "2": {}},
+        "step": 7,
+    }
+    if era not in ("0.1.8", "0.2.7"):
+        expected["note"] = np.array(b"of its era", object)
+    path = goldens / "orbax_eras" / era / name
+    restored = ot.restore(path, None)
+    assert jax.tree.structure(restored) == jax.tree.structure(expected)
+    for mine, value in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(mine, value)
+        assert isinstance(value, int) or mine.dtype == value.dtype
+    with ot.open_checkpoint(path) as checkpoint:
+        assert (checkpoint.format, checkpoint.step) == ("orbax", None if name == "aggregate" else 3)
+    if name == "run":
+        assert ot.latest_step(path) == 3
+
+
+def test_folders_of_early_items_that_have_steps_names_are_steps(item, tmp_path):
+    (item / "_METADATA").unlink()
+    shutil.copytree(item, tmp_path / "run_3" / "checkpoint_2")
+    with ot.open_checkpoint(tmp_path / "run_3") as checkpoint:
+        assert (checkpoint.path, checkpoint.step) == (str(tmp_path / "run_3" / "checkpoint_2"), 2)
+
+
 def test_a_root_of_such_steps(item, tmp_path):
     (item / "_METADATA").unlink()
     root = tmp_path / "root"
