@@ -70,7 +70,9 @@ class Fitting:
                 return None
             value = value if isinstance(value, ComputedLeaf) else jax.random.key_data(value)
         elif leaf.kind == "key" and origin == "the fallback":
-            return self._raw_key(name, leaf)
+            message = f"the fallback has no typed PRNG keys, the target keys of {leaf.key_impl!r}"
+            text = f"use jax.random.key(seed), or jax.random.wrap_key_data(data, impl={leaf.key_impl!r})"
+            return self._problem("dtype", name, message, Fix.in_program(text))
         try:
             view = as_view(value, label or name)
         except (TypeError, ValueError):  # ValueError: lists of several lengths
@@ -171,7 +173,8 @@ class Fitting:
 
     def _weakly_typed(self, name: str, leaf: TargetLeaf, value: complex, origin: Origin) -> Any:
         """Converts a Python scalar as JAX does, weakly typed."""
-        if leaf.kind == "key" or not _is_weakly_convertible(np.asarray(value).dtype, leaf.dtype):
+        kind = _WEAK_KINDS.get(kind_of(np.asarray(value).dtype), len(_WEAK_KINDS))
+        if leaf.kind == "key" or kind > _WEAK_KINDS.get(kind_of(leaf.dtype), -1):
             return value
         if isinstance(value, int) and kind_of(leaf.dtype) == "int":
             bounds = ml_dtypes.iinfo(leaf.dtype)
@@ -200,11 +203,6 @@ class Fitting:
             )
             return False
         return True
-
-    def _raw_key(self, name: str, leaf: TargetLeaf) -> None:
-        message = f"the fallback has no typed PRNG keys, the target keys of {leaf.key_impl!r}"
-        fix = f"use jax.random.key(seed), or jax.random.wrap_key_data(data, impl={leaf.key_impl!r})"
-        self._problem("dtype", name, message, Fix.in_program(fix))
 
     def _stored_key_fits(self, name: str, leaf: TargetLeaf, view: View) -> bool:
         """Tests if key data may be of the leaf's implementation.
@@ -273,11 +271,6 @@ def _key_dtype_of(value: Any) -> Any:
 
 def _origin_kind(origin: Origin) -> ProblemKind:
     return "fallback" if origin == "the fallback" else "transform"
-
-
-def _is_weakly_convertible(source: np.dtype, target: np.dtype) -> bool:
-    last = _WEAK_KINDS.get(kind_of(target), -1)
-    return _WEAK_KINDS.get(kind_of(source), len(_WEAK_KINDS)) <= last
 
 
 def _described_source(name: str, view: View) -> str:

@@ -6,7 +6,6 @@ at the end. A process that fails tells the others, which would wait for it.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.concurrency import CallerThread, LoopThread, balanced_shares, run_in_pool
+from orbax_t5x.concurrency import CallerThread, LoopThread, balanced_shares, run_in_pool, wait_all
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, full_box
 from orbax_t5x.multihost.collectives import gather_bytes, raise_together
@@ -89,7 +88,7 @@ class _JointExecution(Execution):
         try:
             try:
                 self._read_groups(thread, groups, pool)
-                thread.run(self._check_for_all())
+                thread.run(wait_all(leaf.check_for_all(self._stats) for leaf in self._leaves))
             except BaseException as caught:  # the other processes must receive it first
                 self._stop.set()
                 error = caught
@@ -107,9 +106,6 @@ class _JointExecution(Execution):
                 raise error
         finally:
             del error  # whose traceback holds this frame, and so the threads
-
-    async def _check_for_all(self) -> None:
-        await asyncio.gather(*[leaf.check_for_all(self._stats) for leaf in self._leaves])
 
     async def _place_arrived(self, entry: PlanEntry, buffers: list[np.ndarray]) -> None:
         """Makes a received value; failures do not stop the broadcast."""
@@ -154,14 +150,10 @@ class _JointExecution(Execution):
         """Compares checksums; reads leaves that are not covered."""
         await self._verify(self._leaves, ranges, ReadStats("touched"))
         rest = [leaf for leaf, verified in self._verified.items() if verified is False]
-        work_shares = balanced_shares(rest, _stored_bytes, self._group.size)
+        work_shares = balanced_shares(rest, lambda leaf: leaf.bytes_of((full_box(leaf.shape),)), self._group.size)
         await self._verify(work_shares[self._group.rank], ranges, self._stats)
         # Unless another process finds damage in its own: `raise_together` then raises that here, too.
         self._verified.update(dict.fromkeys(rest, True))
-
-
-def _stored_bytes(leaf: Leaf) -> int:
-    return leaf.bytes_of((full_box(leaf.shape),))
 
 
 def gather_checksums(

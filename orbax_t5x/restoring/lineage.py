@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -44,10 +43,6 @@ def _unchanged(records: Records) -> Records:
 
 def _without_target(one: OneSource | None) -> None:
     return None
-
-
-def _leads_alone(leads: LeadsOf, one: OneSource | None, of: OneSource | None) -> LeadsToTarget | None:
-    return None if one is None else leads(one)
 
 
 class Caller(NamedTuple):
@@ -163,7 +158,7 @@ class SourceHistory:
             at, one = places.get(name, (None, None))
             steps, own = () if one is None else one.steps, SourceHistory(OpenSources({"": checkpoint}))
             records = own.with_older_steps_once() if once else own.with_older_steps()
-            found = own.decide(records, steps, options, kind, partial(_leads_alone, leads, one))
+            found = own.decide(records, steps, options, kind, lambda _, one=one: None if one is None else leads(one))
             if at is not None:
                 parts[at] = range(len(steps)) if found.is_resuming else found.skipped
             rules = record_rules(steps)

@@ -331,8 +331,7 @@ class Matcher:
         for parent in parents(name):
             if isinstance(value := self.state.get(parent), View):
                 for leaf in value.leaves():
-                    if leaf.error is not None:
-                        leaf.raise_error()
+                    leaf.raise_error()
 
     def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: Fix) -> None:
         self.problems.append(Problem(kind, leaf, message, fix))

@@ -84,13 +84,6 @@ def check_dtype(dtype: Any) -> None:
         raise TypeError(f"dtype: {error}" if isinstance(dtype, str) else f"dtype={dtype!r}: {error}") from None
 
 
-def check_broadcast(broadcast: object) -> None:
-    """Raises ValueError for an unknown `broadcast`."""
-    # An array would be compared element by element.
-    if not isinstance(broadcast, bool | np.bool_ | str) or broadcast not in ("auto", True, False):
-        raise ValueError(f"broadcast must be 'auto', True or False, not {broadcast!r}")
-
-
 def check_processes(processes: object) -> None:
     """Raises TypeError for other types than Orbax's `MultiprocessingOptions`."""
     if processes is not None and not hasattr(processes, "active_processes"):
@@ -132,13 +125,17 @@ class RestoreOptions:
         if self.is_resuming is not None:
             check_flag("is_resuming", self.is_resuming)
         check_flag("strict", self.strict)
-        check_dtype(self.dtype)
+        if self.dtype is not None:
+            check_dtype(self.dtype)
         check_flag("allow_lossy_cast", self.allow_lossy_cast)
         if self.verify not in ("touched", "full", "off"):
             raise ValueError(f"verify must be 'touched', 'full' or 'off', not {self.verify!r}")
         check_memory_limit(self.memory_limit_bytes)
         check_progress(self.progress)
-        check_broadcast(self.broadcast)
+        broadcast: Any = self.broadcast
+        # An array would be compared element by element.
+        if not isinstance(broadcast, bool | np.bool_ | str) or broadcast not in ("auto", True, False):
+            raise ValueError(f"broadcast must be 'auto', True or False, not {broadcast!r}")
         check_processes(self.multiprocessing_options)
         if isinstance(self.fallback, str | os.PathLike):
             raise TypeError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x import on_demand
@@ -19,7 +19,6 @@ from orbax_t5x.lazy import Leaf, counting_reads
 from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.provenance.question import Decision, LeadsToTarget
 from orbax_t5x.provenance.records import Lineage
-from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
@@ -216,8 +215,9 @@ def build_plan(
     lineage = decision.lineage if has_matched else decision.unmatched or ()
     matcher = inputs.match(state, diagnostics)
     entries = matcher.entries()
-    # Before the problems: the shape of a broken leaf is unknown, so it clashes with any target.
-    _raise_broken(entries)
+    # The reader's own error, before the problems: the shape of a broken leaf is unknown, and clashes with any target.
+    if broken := [leaf for entry in entries for leaf in entry.leaves if leaf.error is not None]:
+        broken[0].raise_error()
     if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers):
         raise diagnostics.error(_explain_failure(inputs, matcher), path=inputs.sources.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
@@ -228,7 +228,7 @@ def build_plan(
     for pattern in matcher.unused_patterns() if options.fallback_for else ():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     if target.kind == "everything":
-        target = _everything(inputs.sources.checkpoints, state, entries, () if resuming else transforms)
+        target = _everything(inputs, state, entries, is_changed=bool(transforms) and not resuming)
     applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in decision.skipped]
     rest = tuple([one for one in applied if not isinstance(one, OneSource) or one.steps])
     plan = RestorePlan(
@@ -268,45 +268,31 @@ def _is_changed(source: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
     )
 
 
-def _raise_broken(entries: Iterable[PlanEntry]) -> None:
-    """Raises the reader's own error for a needed broken leaf."""
-    for entry in entries:
-        for leaf in entry.leaves:
-            if leaf.error is not None:
-                leaf.raise_error()
+def _everything(
+    inputs: PlanInputs, state: Mapping[str, Any], entries: Sequence[PlanEntry], *, is_changed: bool
+) -> Target:
+    """Makes the target of a restore without a target."""
+    empties: dict[str, Any] = {name: None for name, value in state.items() if value is None}
+    for prefix, checkpoint in inputs.sources.checkpoints.items():
+        found = {prefixed(prefix, name): empty for name, empty in checkpoint.empties.items()}
+        if is_changed:
+            before, after = _containers(prefixed(prefix, name) for name in checkpoint.leaves), _containers(state)
+            remaining = {name: empty for name, empty in found.items() if empty is not None and name not in state}
+            found = {name: empty for name, empty in remaining.items() if _is_beside(name, before, after)}
+        empties |= found
+    leaves = {entry.name: entry.leaf for entry in entries if entry.leaf is not None}
+
+    def rebuild(values: Mapping[str, Any]) -> Any:
+        return inputs.target.rebuild({**values, **empties})
+
+    return dataclasses.replace(inputs.target, leaves=leaves, rebuild=rebuild)
 
 
-def _remaining_empties(empties: Mapping[str, Any], leaves: Iterable[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the empty containers that stay in a transformed state dict."""
-    before, after = _containers(leaves), _containers(state)
-
-    def remains(name: str) -> bool:
-        beside = next((parent for parent in reversed(parents(name)) if parent in before), "")
-        return beside in after and name not in after and name not in state
-
-    return {name: empty for name, empty in empties.items() if empty is not None and remains(name)}
+def _is_beside(name: str, before: Collection[str], after: Collection[str]) -> bool:
+    """Tests if an empty container's neighbours stay, and nothing is in it."""
+    beside = next((parent for parent in reversed(parents(name)) if parent in before), "")
+    return beside in after and name not in after
 
 
 def _containers(names: Iterable[str]) -> set[str]:
     return {"", *(parent for name in names for parent in parents(name))}
-
-
-def _everything(
-    checkpoints: Mapping[str, Checkpoint],
-    state: Mapping[str, Any],
-    entries: Sequence[PlanEntry],
-    transforms: Sequence[Any],
-) -> Target:
-    """Makes the target of a restore without a target."""
-    empties: dict[str, Any] = {name: None for name, value in state.items() if value is None}
-    for prefix, checkpoint in checkpoints.items():
-        found = {prefixed(prefix, name): empty for name, empty in checkpoint.empties.items()}
-        stored = [prefixed(prefix, name) for name in checkpoint.leaves]
-        empties |= _remaining_empties(found, stored, state) if transforms else found
-    base = flatten_target(None)
-    leaves = {entry.name: entry.leaf for entry in entries if entry.leaf is not None}
-
-    def rebuild(values: Mapping[str, Any]) -> Any:
-        return base.rebuild({**values, **empties})
-
-    return dataclasses.replace(base, leaves=leaves, rebuild=rebuild)

@@ -128,9 +128,9 @@ def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: 
     if not isinstance(sharding, jax.sharding.Sharding):
         sharding = None
     elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        sharding = _on_mesh_in_use(sharding)
-        if sharding is None:
-            return _abstract_mesh(name, leaf)
+        sharding = _on_mesh_in_use(name, sharding)
+        if isinstance(sharding, Problem):
+            return sharding
     if not isinstance(dtype, np.dtype):
         try:
             if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
@@ -211,16 +211,12 @@ def _key_dtype(impl: str) -> Any:
 # -- placing
 
 
-def _on_mesh_in_use(sharding: NamedSharding) -> NamedSharding | None:
+def _on_mesh_in_use(name: str, sharding: NamedSharding) -> NamedSharding | Problem:
     """Moves an abstract sharding to the mesh in use."""
     mesh = jax.sharding.get_mesh()
-    if dict(mesh.shape) != dict(sharding.mesh.shape):
-        return None
-    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def _abstract_mesh(name: str, leaf: Any) -> Problem:
-    wanted, in_use = dict(leaf.sharding.mesh.shape), dict(jax.sharding.get_mesh().shape)
+    wanted, in_use = dict(sharding.mesh.shape), dict(mesh.shape)
+    if wanted == in_use:
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     used = f"the mesh in use has axes {in_use}" if in_use else "no mesh is in use"
     message = f"its sharding is over an abstract mesh with axes {wanted}, which has no devices, and {used}"
     return Problem("sharding", name, message, Fix.in_program(_GIVE_MESH))

@@ -65,9 +65,10 @@ def store_of(path: str) -> StoreKind:
         if given not in named:
             raise unknown_store(given)
         return named[given]
-    return (
-        StoreKind.BUCKET if is_in_bucket(path) else _store_of_type(_file_system_type(os.path.realpath(path), _mounts()))
-    )
+    if is_in_bucket(path):
+        return StoreKind.BUCKET
+    name = _file_system_type(os.path.realpath(path), _mounts())
+    return StoreKind.BUCKET if name in _BUCKET_TYPES else StoreKind.SHARED if name in _SHARED_TYPES else StoreKind.LOCAL
 
 
 def unknown_store(given: str, process: int | None = None, path: str | None = None) -> RestorePlanError:
@@ -123,12 +124,6 @@ def _file_system_type(path: str, mounts: Iterable[str]) -> str:
         if len(point) >= longest and (path == point or path.startswith(point.rstrip("/") + "/")):
             found, longest = after.split()[0], len(point)
     return found
-
-
-def _store_of_type(name: str) -> StoreKind:
-    if name in _BUCKET_TYPES:
-        return StoreKind.BUCKET
-    return StoreKind.SHARED if name in _SHARED_TYPES else StoreKind.LOCAL
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -80,8 +80,21 @@ class Broadcast:
         self._limit = limit
         self._path = path
         self._reads: dict[int, asyncio.Task[list[np.ndarray]]] = {}
-        self._last_round = _last_rounds(schedule, group.rank)
-        self._new_chunks = _new_chunks(schedule, group.rank)
+        sent = [
+            (number, message.chunk)
+            for number, one in enumerate(schedule.rounds)
+            if group.rank in one.members
+            for messages in one.sent_by(group.rank)
+            for message in messages
+        ]
+        self._last_round = {chunk: number for number, chunk in sent}
+        # The chunks of each round that no round before it sends.
+        self._new_chunks: dict[int, list[int]] = {}
+        seen: set[int] = set()
+        for number, chunk in sent:
+            if chunk not in seen:
+                seen.add(chunk)
+                self._new_chunks.setdefault(number, []).append(chunk)
         self._received = {entry: _ReceivedEntry(entry) for entry in schedule.needs}
         self.lost_peer = False
         self.bytes_received: int = 0
@@ -296,28 +309,3 @@ async def _error_of(awaitable: Awaitable[None]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _new_chunks(schedule: Schedule, process: int) -> dict[int, list[int]]:
-    """Returns chunks by the first round that sends them."""
-    first: dict[int, int] = {}
-    for number, message in _sent_by(schedule, process):
-        first.setdefault(message.chunk, number)
-    by_round: dict[int, list[int]] = {}
-    for chunk, number in first.items():
-        by_round.setdefault(number, []).append(chunk)
-    return by_round
-
-
-def _last_rounds(schedule: Schedule, process: int) -> dict[int, int]:
-    return {message.chunk: number for number, message in _sent_by(schedule, process)}
-
-
-def _sent_by(schedule: Schedule, process: int) -> list[tuple[int, Message]]:
-    return [
-        (number, message)
-        for number, one in enumerate(schedule.rounds)
-        if process in one.members
-        for messages in one.sent_by(process)
-        for message in messages
-    ]
