@@ -29,7 +29,7 @@ from orbax_t5x.restoring.execute import buffers
 from tests.support.array_strategies import boxes
 from tests.support.bundle_writer import bundle_of
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint
-from tests.support.placed_arrays import sharded, values
+from tests.support.placed_arrays import mesh, sharded, values
 
 ARRAYS = {
     "a": np.arange(16 * 24, dtype=np.float32).reshape(16, 24),
@@ -321,3 +321,21 @@ def test_a_leaf_without_a_sharding_goes_to_the_default_device(monkeypatch, await
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         ot.restore(checkpoint({"a": values((8,))}), target)
     assert len(awaited) == 1
+
+
+def test_each_box_is_read_once_however_many_devices_want_it(kind):
+    source = checkpoint({"a": values((8, 4)), "b": values((8, 4))}, kind)
+    ot.restore(source, {"a": sharded((8, 4)), "b": sharded((8, 4), spec=P(None, "x"), on=mesh((4, 2), ("y", "x")))})
+    assert source.made["a"].boxes == [((0, 8), (0, 4))]
+    assert sorted(source.made["b"].boxes) == [((0, 8), (0, 2)), ((0, 8), (2, 4))]
+
+
+def test_two_targets_of_one_source_read_it_once(kind):
+    source = checkpoint({"a": values((8, 4))}, kind)
+
+    def twice(state, target):
+        return {"x": state["a"], "y": state["a"]}
+
+    got = ot.restore(source, {"x": sharded((8, 4)), "y": np.zeros((8, 4), np.float32)}, twice)
+    np.testing.assert_array_equal(np.asarray(got["x"]), got["y"])
+    assert source.made["a"].boxes == [((0, 8), (0, 4))]

@@ -28,7 +28,7 @@ from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT, BroadcastRound, Message, Schedule, Slots, message_starts
 from orbax_t5x.restoring.execute.buffers import layout_of
 from orbax_t5x.restoring.execute.groups import Piece
-from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
+from orbax_t5x.restoring.executor import BufferedPiece, Reader
 from orbax_t5x.restoring.plan import PlanEntry
 
 
