@@ -218,10 +218,7 @@ class LazyAwaitableArray(LazyArray):
         return cls.from_array(maybe_ts_spec, get_fn, dtype)
 
     def get(self) -> Any:
-        """Awaits the function, with or without a running loop.
-
-        It uses an event loop of another thread.
-        """
+        """Awaits the function in another thread's event loop."""
         found: list[Any] = []
 
         async def read() -> None:

@@ -19,10 +19,7 @@ from orbax_t5x.lazy.strided import strided
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StackNode(Node):
-    """Inputs side by side on a new axis.
-
-    They have the same shape and dtype; make it with `stacked`.
-    """
+    """Inputs of one shape and dtype on a new axis; see `stacked`."""
 
     axis: int
 
@@ -65,10 +62,7 @@ def stacked(inputs: tuple[Node, ...], axis: int) -> StackNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ConcatNode(Node):
-    """Inputs in order along an axis.
-
-    They have the same dtype; make it with `concatenated`.
-    """
+    """Inputs of one dtype in order along an axis; see `concatenated`."""
 
     axis: int
     # Where each input ends along the axis.

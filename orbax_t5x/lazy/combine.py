@@ -92,11 +92,7 @@ def average_node(inputs: Sequence[Node], weights: Sequence[float]) -> AverageNod
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AllEqualNode(Node):
-    """The first of arrays that must be equal bit for bit.
-
-    Attributes:
-      advice: for people whose arrays differ, after the error's text.
-    """
+    """The first of arrays that must be equal; `advice` ends errors."""
 
     advice: str = ""
 

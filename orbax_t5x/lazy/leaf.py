@@ -113,18 +113,12 @@ class Leaf(abc.ABC):
 
     @property
     def repeated(self) -> tuple[int, ...]:
-        """The dimensions along which all elements are the same.
-
-        They are stored once.
-        """
+        """The dimensions along which equal elements are stored once."""
         return ()
 
     @property
     def chunk_checksum(self) -> str | None:
-        """The codec that checks each chunk at reading, or None.
-
-        It compares the chunk's checksum ("gzip", …).
-        """
+        """The codec that checks each chunk at reading ("gzip", …), or None."""
         return None
 
     @abc.abstractmethod
@@ -150,10 +144,7 @@ class Leaf(abc.ABC):
         return union_size(boxes) * self.dtype.itemsize
 
     async def check_for_all(self, stats: ReadStats) -> None:
-        """Proves that the files are unchanged, once in a job.
-
-        Only a single process of the job does so for all.
-        """
+        """Proves that files are unchanged, once for all processes."""
         del stats  # most leaves prove it with each read
 
     async def verify_checksum(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool | None:
@@ -189,10 +180,7 @@ class HeldRead(NamedTuple):
 
 
 class BlockingLeaf(Leaf):
-    """Leaf with blocking reads.
-
-    For a caller that has a thread of its own.
-    """
+    """Leaf with blocking reads, for callers with their own thread."""
 
     __slots__ = ()
 

@@ -70,11 +70,9 @@ def concatenate(views: Iterable[Any], axis: int = 0) -> View:
 def average(views: Iterable[Any], weights: Sequence[float]) -> View:
     """Averages arrays with weights, as `numpy.average` does.
 
-    They have the same shape; computed box by box.
-
-    Weights are divided by their sum. The result has the arrays' common dtype by JAX's promotion and is computed in
-    float32 or wider; integers are rounded to the nearest even, and one that would leave its range raises
-    `LeafMismatchError` when it is read.
+    They have the same shape; computed box by box. Weights are divided by their sum. The result has the arrays' common
+    dtype by JAX's promotion and is computed in float32 or wider; integers are rounded to the nearest even, and one that
+    would leave its range raises `LeafMismatchError` when it is read.
 
     Raises:
       ValueError: no array, shapes that differ, weights that do not fit, or dtypes without a common one.
@@ -95,10 +93,7 @@ def pad(view: Any, filler: Any, filling: str) -> View:
 
 
 def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
-    """Computes `kernel + scale * tensordot(down, up, 1)` box by box.
-
-    In float32 or wider, rounded to the kernel's dtype once.
-    """
+    """Computes `kernel + scale * tensordot(down, up, 1)`, rounded once."""
     return View(low_rank_node(as_view(kernel).node, as_view(down).node, as_view(up).node, scale))
 
 

@@ -31,10 +31,7 @@ _Composed = Callable[Concatenate["View", _Arguments], "View"]
 
 
 def _sound(compose: _Composed[_Arguments]) -> _Composed[_Arguments]:
-    """Decorates a method that composes.
-
-    If it fails, the error of a leaf that cannot be read comes first.
-    """
+    """Raises the error of a broken leaf before that of a composition."""
 
     @functools.wraps(compose)
     def composed(self: View, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> View:
@@ -75,10 +72,7 @@ class View(LazyArray):
 
     @_sound
     def __getitem__(self, key: Any) -> View:
-        """Applies a basic index.
-
-        Integers, slices with any step, None and '...'.
-        """
+        """Applies integers, slices with any step, None and '...'."""
         return self._with(strided(self.node, basic_index(key, self.shape)))
 
     @property
@@ -105,10 +99,7 @@ class View(LazyArray):
 
     @_sound
     def astype(self, dtype: Any) -> View:
-        """Casts the elements as NumPy's `astype` does.
-
-        The same dtype is the same view.
-        """
+        """Casts as NumPy's `astype` does; the same dtype is the same view."""
         return self._with(cast_node(self.node, np.dtype(dtype)))
 
     def map(self, fn: Callable[[np.ndarray], Any], name: str | None = None) -> View:
@@ -206,18 +197,12 @@ class View(LazyArray):
 
     @property
     def is_value(self) -> bool:
-        """True if all of it is in memory.
-
-        No checkpoint is read then.
-        """
+        """True if all of it is in memory, and nothing is read."""
         return all(leaf.is_value for leaf in self.leaves())
 
     @property
     def value(self) -> Any:
-        """The constant as given, or the array that `get` reads.
-
-        The view is then only that constant.
-        """
+        """The constant as given, or the array that `get` reads."""
         leaf = self.leaf
         return leaf.value if isinstance(leaf, ValueLeaf) else self.get()
 

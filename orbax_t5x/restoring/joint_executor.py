@@ -36,10 +36,7 @@ _COLUMNS = 6  # of a checksummed range in a message: leaf, start, stop, crc, str
 def execute_jointly(
     plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None
 ) -> tuple[dict[str, Any], RestoreReport]:
-    """Runs a plan on each process of a job.
-
-    All call it; see `execute_plan`.
-    """
+    """Runs a plan on each process of a job; all call it."""
     group = rendezvous_before_backend(plan.processes)
     with sending_heartbeats():
         if group.size == 1:

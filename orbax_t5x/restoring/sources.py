@@ -93,10 +93,7 @@ class OneSource(Steps):
         return own if self._names is None else {name: value for name, value in own.items() if name in self._names}
 
     def target_below(self, target: FlatState) -> FlatState:
-        """Returns the target below the source's name, or all of it.
-
-        By the names in it; all if there is no such part.
-        """
+        """Returns the target below the source's name, or all of it."""
         start = f"{self.source}/"
         below = {name[len(start) :]: leaf for name, leaf in target.items() if name.startswith(start)}
         return below or target
@@ -138,9 +135,7 @@ class OneSource(Steps):
 def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callable[..., Any], ...]:
     """Checks transforms and returns them as a tuple.
 
-    Text and functions that make rule packs are refused.
-
-    `has_target` where rules can be found, so that an error may advise `"auto"`.
+    Text and functions that make rule packs are refused. With `has_target` an error may advise `"auto"`.
     """
     if isinstance(transforms, str):
         if transforms == AUTO:
@@ -164,10 +159,7 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
 
 
 def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """Returns the transforms of a save.
-
-    It has no target, so that no rules can be found for `"auto"`.
-    """
+    """Returns the transforms of a save; without a target for `"auto"`."""
     if AUTO in [one for one in [transforms, *(transforms if is_sequence(transforms) else ())] if isinstance(one, str)]:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and a save has no target"
         raise RestorePlanError([Problem("rule", None, what, PASS_RULES)])

@@ -187,14 +187,11 @@ def _applied(steps: Iterable[Any], state: FlatState, target: FlatState) -> dict[
 def _inverse_of(step: Any, source: Shapes | None) -> list[Any]:
     """Returns the inverse of a transform, by its class."""
     if isinstance(step, Transform):
-        return [step.inverse() if not source else _with_source(step, source)] if _has_own(step) else _back(step, source)
+        if type(step).inverse is Transform.inverse:
+            return _back(step, source)
+        return [_with_source(step, source) if source else step.inverse()]
     name = getattr(step, "__name__", type(step).__name__)
     raise ValueError(f"{name} is a function: write its way back by hand")
-
-
-def _has_own(step: Transform) -> bool:
-    """Tests for an `inverse` of the class itself."""
-    return type(step).inverse is not Transform.inverse
 
 
 def _with_source(step: Any, source: Shapes) -> Any:
@@ -273,7 +270,10 @@ def _(step: Reshape, source: Shapes | None) -> list[Any]:
         by_shape.setdefault(tuple(source[name].shape), []).append(name)  # pyright: ignore[reportOptionalSubscript]
     if len(by_shape) == 1:
         return [dataclasses.replace(step, shape=next(iter(by_shape)))]
-    return [dataclasses.replace(step, pattern=_any_of(names), shape=shape) for shape, names in by_shape.items()]
+    return [
+        dataclasses.replace(step, pattern="|".join(map(escaped, names)), shape=shape)
+        for shape, names in by_shape.items()
+    ]
 
 
 @_back.register
@@ -346,10 +346,6 @@ def _matching(patterns: Sequence[Pattern], source: Shapes | None, step: Any) -> 
         raise ValueError(f"{step.describe()}: the way back needs the old shapes; pass source=")
     table = rule_table(tuple(patterns))
     return sorted(name for name, leaf in source.items() if table.first(name) is not None and leaf is not None)
-
-
-def _any_of(names: Iterable[str]) -> str:
-    return "|".join(map(escaped, names))
 
 
 def _single_names(step: Any, source: FlatState, after: FlatState) -> list[Any]:

@@ -157,7 +157,10 @@ class StackLayers(ByRules):
             number = layer_number(match, group, "StackLayers", diagnostics)
             if number is None:
                 continue
-            into, number = self._in_block(number)
+            into = self.into
+            if (block := IN_BLOCK.search(into)) is not None:  # the stack of its place in a block, and the block
+                size = int(block[1])
+                into, number = IN_BLOCK.sub(str(number % size), into), number // size
             stacked = new_name(match, into, f"StackLayers {pattern_text(self.pattern)!r}", diagnostics)
             if stacked is None:
                 continue
@@ -167,14 +170,6 @@ class StackLayers(ByRules):
                 fix = "distinguish them by a group of the pattern that `into` uses"
                 diagnostics.problem("duplicate", stacked, message, Fix(fix))
         return stacks
-
-    def _in_block(self, number: int) -> tuple[str, int]:
-        """Returns the stack of a layer, and the layer's place there."""
-        block = IN_BLOCK.search(self.into)
-        if block is None:
-            return self.into, number
-        size = int(block[1])
-        return IN_BLOCK.sub(str(number % size), self.into), number // size
 
     def _is_complete(
         self, stacked: str, layers: Mapping[int, re.Match[str]], depth: int, diagnostics: Diagnostics

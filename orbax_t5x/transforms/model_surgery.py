@@ -46,7 +46,10 @@ class ModelSurgery(Transform):
     _function: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        given = {name: _as_view(value, name) for name, value in state.items()}
+        given = {
+            name: as_view(value, name=name) if hasattr(value, "shape") and hasattr(value, "dtype") else value
+            for name, value in state.items()
+        }
         try:
             on_views = _copy_function(self._function, _globals_of(self._function.__module__))
             result = on_views(dict(given))
@@ -88,10 +91,6 @@ def adopt_orbax(transform: Any) -> Any:
     settings = inspect.getclosurevars(transform).nonlocals
     kept = sorted((name, value) for name, value in settings.items() if name not in _WITHOUT_EFFECT)
     return ModelSurgery(transform.__qualname__.split(".")[0], tuple(kept), transform)
-
-
-def _as_view(value: Any, name: str) -> Any:
-    return as_view(value, name=name) if hasattr(value, "shape") and hasattr(value, "dtype") else value
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

@@ -145,10 +145,7 @@ def run_transforms(
     diagnostics: Diagnostics,
     skipped: Collection[int] = (),
 ) -> dict[str, Any]:
-    """Runs transforms in order on a flat state dict.
-
-    Those at the positions `skipped` are run as when resuming.
-    """
+    """Runs transforms in order; those at `skipped` positions as when resuming."""
     state = dict(source_flat)
     for index, transform in enumerate(transforms):
         resuming = is_resuming or index in skipped

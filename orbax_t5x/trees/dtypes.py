@@ -58,7 +58,8 @@ def conversion(source: np.dtype, target: np.dtype) -> Conversion:
         case (_, "bool") | ("float", "int") | ("complex", "int") | ("complex", "float"):
             return "forbidden"
         case ("int" | "bool", "int"):
-            lossless = _int_fits(source, target)
+            (low, high), (lowest, highest) = _int_range(source), _int_range(target)
+            lossless = lowest <= low and high <= highest
         case ("int" | "bool", _):
             lossless = _float_holds(source, _real(target))
         case _:
@@ -67,9 +68,7 @@ def conversion(source: np.dtype, target: np.dtype) -> Conversion:
 
 
 def _real(dtype: np.dtype) -> np.dtype:
-    return {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}.get(
-        dtype, dtype
-    )
+    return np.dtype(f"float{4 * dtype.itemsize}") if dtype.kind == "c" else dtype
 
 
 def _int_range(dtype: np.dtype) -> tuple[int, int]:
@@ -77,11 +76,6 @@ def _int_range(dtype: np.dtype) -> tuple[int, int]:
         return 0, 1
     info = ml_dtypes.iinfo(dtype)
     return int(info.min), int(info.max)
-
-
-def _int_fits(source: np.dtype, target: np.dtype) -> bool:
-    (low, high), (lowest, highest) = _int_range(source), _int_range(target)
-    return lowest <= low and high <= highest
 
 
 def _float_holds(source: np.dtype, target: np.dtype) -> bool:

@@ -20,17 +20,11 @@ _SPEC_KEYS = frozenset(("driver", "kvstore", "metadata"))
 
 
 class EndlessTreeError(ValueError):
-    """A tree that contains itself or has too many levels.
-
-    The text is a predicate, to follow "it".
-    """
+    """A tree that contains itself or is too deep; a predicate."""
 
 
 class NameClashError(ValueError):
-    """Two leaves of a tree with clashing names.
-
-    The names are equal, or a name is the path of the other leaf.
-    """
+    """Two leaves with equal names, or one below the other."""
 
     def __init__(self, first: str, second: str):
         self.names: tuple[str, str] = (first, second)
@@ -39,10 +33,7 @@ class NameClashError(ValueError):
 
 
 def is_tensorstore_spec(value: Any) -> bool:
-    """Tests if a mapping is a serialized TensorStore spec.
-
-    T5X keeps such a mapping as a leaf.
-    """
+    """Tests for a serialized TensorStore spec, a leaf to T5X."""
     return isinstance(value, Mapping) and _SPEC_KEYS <= value.keys()
 
 
@@ -113,7 +104,8 @@ def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
             part = parts[-1]
             if part in node:
                 if not join_clashes:
-                    raise NameClashError(name, _first_below(flat, name))
+                    below = next((other for other in flat if other.startswith(f"{name}/")), name)
+                    raise NameClashError(name, below)
                 _rejoin(node, part, nodes, name)
         node[part] = value
     return root
@@ -140,10 +132,6 @@ def parents(name: str) -> tuple[str, ...]:
     """Returns the containers of a leaf, outermost first, without the root."""
     parts = name.split("/")
     return tuple(["/".join(parts[:end]) for end in range(1, len(parts))])
-
-
-def _first_below(flat: FlatState, name: str) -> str:
-    return next((other for other in flat if other.startswith(f"{name}/")), name)
 
 
 def _rejoin(node: dict[str, Any], part: str, nodes: set[str], name: str) -> None:

@@ -47,10 +47,7 @@ def is_nnx_node(node: Any) -> bool:
 
 
 def flatten_node(node: Any) -> tuple[list[NamedLeaf], Callable[[Mapping[str, Any]], Any]]:
-    """Flattens an `nnx.State` or an `nnx.Module`, concrete or abstract.
-
-    Returns the leaves, and a function that puts values in their places.
-    """
+    """Returns the leaves of a node, and its rebuilder."""
     loaded = sys.modules["flax.nnx"]
     if isinstance(node, loaded.State):
         return flatten_target(node)
@@ -100,10 +97,7 @@ def names_itself(node: Any) -> bool:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns the leaves by '/'-joined name.
-
-    Of two leaves with the same name, the last counts.
-    """
+    """Returns the leaves by name; the last of equal names."""
     return dict(_walk_named("", tree))
 
 

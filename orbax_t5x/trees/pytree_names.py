@@ -18,10 +18,7 @@ _KEY = operator.attrgetter("key")
 
 
 def key_text(key: Any) -> str:
-    """Returns the name of a step in a JAX key path.
-
-    It is a dict key (`None` is "None"), a field's name, or an index.
-    """
+    """Returns a dict key, field or index of a path."""
     for attribute in _KEY_ATTRIBUTES:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

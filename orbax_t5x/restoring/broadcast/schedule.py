@@ -256,9 +256,8 @@ def schedule_broadcast(
 ) -> Schedule:
     """Schedules all processes' needs, in plan order.
 
-    `limit` bytes are in flight in each.
-
-    With `stores`, only what costs less when it is read once and sent than when each process reads it for itself.
+    `limit` bytes are in flight in each. With `stores`, only what costs less when it is read once and sent than when
+    each process reads it for itself.
     """
     unshared: list[PlanEntry] = []
     sent: list[EntryNeeds] = []

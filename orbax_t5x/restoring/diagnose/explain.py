@@ -61,12 +61,7 @@ class _TriedRemedy(NamedTuple):
 
 
 def explain_failure(inputs: PlanInputs, matcher: Matcher) -> list[Problem]:
-    """Returns all problems; the main cause comes first.
-
-    Args:
-      inputs: of the plan.
-      matcher: of the state dict that the transforms made, and the target; it has looked for every leaf.
-    """
+    """Returns all problems, the main cause first, after a whole match."""
     if inputs.proposes and matcher.unfilled and matcher.target.kind == "tree":
         problems = _remedied(inputs, matcher)
         if problems is not None:
@@ -80,7 +75,10 @@ def _remedied(inputs: PlanInputs, found: Matcher) -> list[Problem] | None:
     best, found_by = _best_remedy(matcher, inputs, lambda matcher: matcher.unfilled), "name and shape"
     if best is None:
         # A model of another size: the names show how to map it, and the problems that are left which sizes differ.
-        best, found_by = _best_remedy(matcher, inputs, _without_name), "name"
+        best, found_by = (
+            _best_remedy(matcher, inputs, lambda one: [n for n in one.unfilled if n not in one.state]),
+            "name",
+        )
     if best is None:
         return None
     remedy, left, others, unfilled = best
@@ -97,10 +95,6 @@ def _remedied(inputs: PlanInputs, found: Matcher) -> list[Problem] | None:
         # One text is enough for Python; another interface may have words for the others only.
         fix = dataclasses.replace(fix, alternatives=tuple(ways))
     return [Problem(kind, None, message, fix), *left]
-
-
-def _without_name(matcher: Matcher) -> list[str]:
-    return [name for name in matcher.unfilled if name not in matcher.state]
 
 
 def _best_remedy(

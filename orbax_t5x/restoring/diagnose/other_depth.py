@@ -22,6 +22,7 @@ from orbax_t5x.text.wording import counted, leaves_text
 from orbax_t5x.transforms import Transform
 
 _NUMBER = re.compile(r"(?<!\d)\d+(?=[/.])")
+_LAYER = re.compile(r"(?P<i>\d+)[/.].*")
 _CUT = re.compile(r"[/.]")
 # What holds a whole model, and is no name for a tower of layers.
 _ROOT = re.compile(r"(?:(?:target|params|model|module|transformer|state|base)[/.])*")
@@ -74,7 +75,8 @@ class _Tower(NamedTuple):
         """Tests if a leaf belongs to a layer of a single side."""
         if self.axis is not None:
             return name.startswith(self.before) or (may_be_moment(name) and bool(self.in_optimizer.fullmatch(name)))
-        match = _layer_of(name, self.before) or (self.in_optimizer.fullmatch(name) if may_be_moment(name) else None)
+        match = _LAYER.fullmatch(name, len(self.before)) if name.startswith(self.before) else None
+        match = match or (self.in_optimizer.fullmatch(name) if may_be_moment(name) else None)
         return match is not None and int(match["i"]) >= min(self.old, self.new)
 
 
@@ -147,10 +149,6 @@ def _repeating(towers: Sequence[_Tower], *, follows: bool) -> Transform:
 # -- layers with numbers
 
 
-def _layer_of(name: str, before: str) -> re.Match[str] | None:
-    return re.compile(r"(?P<i>\d+)[/.].*").fullmatch(name, len(before)) if name.startswith(before) else None
-
-
 def _numbered_towers(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
     stored = {name: tuple(value.shape) for name, value in unmatched.arrays.items()}
     target = {name: leaf.shape for name, leaf in unmatched.target.leaves.items() if leaf.kind not in ("keep", "none")}
@@ -218,7 +216,10 @@ def _changes(unmatched: UnmatchedLeaves) -> dict[str, _Change]:
 def _stacked_changes(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
     changes = _changes(unmatched)
     model = [name for name in unmatched.target.leaves if not may_be_moment(name)]
-    for change, names in _by_value(changes).items():
+    groups: dict[_Change, list[str]] = collections.defaultdict(list)
+    for name, change in changes.items():
+        groups[change].append(name)
+    for change, names in groups.items():
         containers = list(dict.fromkeys(stacked_part(name) or "" for name in names))
         is_certain = "" not in containers
         if not is_certain:
@@ -228,22 +229,9 @@ def _stacked_changes(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
         ]
         whole = all(name in names for name in model if name.startswith(tuple(containers)))
         ranks = {len(unmatched.target.leaves[name].shape) for name in names}
-        if (
-            containers != [""]
-            and not others
-            and whole
-            and len(names) >= _LEAST_ALIKE
-            and (is_certain or len(ranks) > 1)
-        ):
-            for container in containers:
-                yield _Tower(container, change.old, change.new, is_certain, is_certain, change.axis)
-
-
-def _by_value(changes: dict[str, _Change]) -> dict[_Change, list[str]]:
-    groups: dict[_Change, list[str]] = collections.defaultdict(list)
-    for name, change in changes.items():
-        groups[change].append(name)
-    return groups
+        is_tower = containers != [""] and not others and whole and (is_certain or len(ranks) > 1)
+        for container in containers if is_tower and len(names) >= _LEAST_ALIKE else ():
+            yield _Tower(container, change.old, change.new, is_certain, is_certain, change.axis)
 
 
 def _directory(names: Iterable[str]) -> str:

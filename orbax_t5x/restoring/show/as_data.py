@@ -23,7 +23,11 @@ def to_json(plan: RestorePlan) -> dict[str, Any]:
             for name, checkpoint in plan.checkpoints.items()
         },
         "entries": [
-            {**_entry_json(entry), "why": _why_data(entry, plan), "broadcast": decision_data(decisions.get(entry.name))}
+            {
+                **_entry_json(entry),
+                "why": None if (why := entry_why(entry, plan)) is None else why._asdict(),
+                "broadcast": decision_data(decisions.get(entry.name)),
+            }
             for entry in plan.entries
         ],
         "model_parameters": parameter_counts(plan)._asdict(),
@@ -38,11 +42,6 @@ def to_json(plan: RestorePlan) -> dict[str, Any]:
         "bytes_read_at_planning": plan.bytes_read_at_planning,
         "broadcast": broadcast_totals(decisions),
     }
-
-
-def _why_data(entry: PlanEntry, plan: RestorePlan) -> dict[str, str] | None:
-    why = entry_why(entry, plan)
-    return None if why is None else why._asdict()
 
 
 def _entry_json(entry: PlanEntry) -> dict[str, Any]:
@@ -71,12 +70,6 @@ def _sharding_json(sharding: Any) -> dict[str, Any] | None:
     }
     spec = getattr(sharding, "spec", None)
     if spec is not None:
-        described["spec"] = [_axis_data(axis) for axis in spec]
+        described["spec"] = [None if axis is None else list(axis) if is_tuple(axis) else str(axis) for axis in spec]
         described["mesh"] = {str(name): int(size) for name, size in sharding.mesh.shape.items()}
     return described
-
-
-def _axis_data(axis: Any) -> list[Any] | str | None:
-    if is_tuple(axis):
-        return list(axis)
-    return None if axis is None else str(axis)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.lazy import Box
 from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.show.entries import (
@@ -114,14 +113,11 @@ def _read_lines(entry: PlanEntry) -> list[str]:
     ]
     several = len({name for name, _, _ in reads}) > 1
     for name, box, size in reads[:_SHOWN_BOXES]:
-        lines.append(_labelled("", f"{_box_text(box)}  {size_text(size)}" + (f"  of {name}" if several else "")))
+        sides = ", ".join(f"{start}:{stop}" for start, stop in box)
+        lines.append(_labelled("", f"[{sides}]  {size_text(size)}" + (f"  of {name}" if several else "")))
     if len(reads) > _SHOWN_BOXES:
         lines.append(_labelled("", f"… and {len(reads) - _SHOWN_BOXES:,} more"))
     return lines
-
-
-def _box_text(box: Box) -> str:
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def _stored(plan: RestorePlan) -> dict[str, Any]:
