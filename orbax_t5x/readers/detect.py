@@ -14,7 +14,7 @@ import functools
 import glob
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 
 from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError, for_caller
@@ -112,30 +112,30 @@ def is_msgpack_map(probe: PathProbe) -> bool:
 
 
 _SPECIAL = frozenset("*?[")
+# Formats with their mark of a path, by name.
+_Marks = dict[str, tuple[Format, str]]
 # The marks of a path in the order of their weight: own, hints of its own, hints beside it.
 _STAGES = (("own", None), ("hint", False), ("hint", True))
 
 
-def owner_of_file(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
+def owner_of_file(probe: PathProbe, rows: Sequence[Format]) -> Format | None:
     """Returns the format of a file, or of a prefix of files."""
-    rows = list(formats)
     for weight, is_beside in _STAGES:
-        found: dict[str, str] = {}
+        found: _Marks = {}
         for row in rows:
             for mark in row.files:
                 is_of_stage = mark.weight == weight and is_beside in (None, mark.beside is not None)
                 if is_of_stage and _fits_path(mark, probe):
-                    found[row.name] = "its first bytes" if mark.head is not None else f"its name ({mark.name})"
-        if found:
-            return _only(found, probe.path, rows)
+                    found[row.name] = row, "its first bytes" if mark.head is not None else f"its name ({mark.name})"
+        if owner := _only(found, probe.path):
+            return owner
     return None
 
 
-def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
+def owner_of_directory(probe: PathProbe, rows: Sequence[Format]) -> Format | None:
     """Returns the format that owns a directory by its files."""
-    rows = list(formats)
-    if own := _marked(rows, "own", probe):
-        return _only(own, probe.path, rows)
+    if own := _only(_marked(rows, "own", probe), probe.path):
+        return own
     loose: dict[str, list[str]] = {}
     for row in rows:
         if names := [name for mark in row.directory if mark.weight == "loose" for name in _names_of(mark, probe)]:
@@ -152,14 +152,12 @@ def owner_of_directory(probe: PathProbe, formats: Iterable[Format]) -> Format | 
                 loose[other] = left
             else:
                 del loose[other]
-    return _only({name: found[0] for name, found in loose.items()}, probe.path, rows) if loose else None
+    return _only({row.name: (row, loose[row.name][0]) for row in rows if row.name in loose}, probe.path)
 
 
-def hinted_owner(probe: PathProbe, formats: Iterable[Format]) -> Format | None:
+def hinted_owner(probe: PathProbe, rows: Sequence[Format]) -> Format | None:
     """Returns the format of a directory by a hint."""
-    rows = list(formats)
-    found = _marked(rows, "hint", probe)
-    return _only(found, probe.path, rows) if found else None
+    return _only(_marked(rows, "hint", probe), probe.path)
 
 
 def two_owners(found: Mapping[str, str], path: str) -> UnsupportedCheckpointError:
@@ -174,10 +172,12 @@ def two_owners(found: Mapping[str, str], path: str) -> UnsupportedCheckpointErro
     )
 
 
-def _only(found: Mapping[str, str], path: str, rows: Sequence[Format]) -> Format:
+def _only(found: _Marks, path: str) -> Format | None:
     if len(found) > 1:
-        raise two_owners(found, path)
-    return next(filter(lambda row: row.name in found, rows))
+        raise two_owners({name: mark for name, (_, mark) in found.items()}, path)
+    for row, _ in found.values():
+        return row
+    return None
 
 
 def _fits_path(mark: Mark, probe: PathProbe) -> bool:
@@ -192,13 +192,13 @@ def _fits_path(mark: Mark, probe: PathProbe) -> bool:
     return _fits_bytes(mark, probe, None)
 
 
-def _marked(rows: Sequence[Format], weight: str, probe: PathProbe) -> dict[str, str]:
+def _marked(rows: Sequence[Format], weight: str, probe: PathProbe) -> _Marks:
     """Returns the marks of formats in a directory: a quoted name each."""
-    found: dict[str, str] = {}
+    found: _Marks = {}
     for row in rows:
         for mark in row.directory:
             if mark.weight == weight and row.name not in found and (name := _fitting(mark, probe)) is not None:
-                found[row.name] = repr(name)
+                found[row.name] = row, repr(name)
     return found
 
 

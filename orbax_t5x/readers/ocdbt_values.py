@@ -92,13 +92,8 @@ class OcdbtValues:
 
     @functools.cached_property
     def in_tree(self) -> FileExtent:
-        """The extent of values that are in the tree: no bytes."""
-        return FileExtent(self.manifest, 0, 0)
-
-    @property
-    def manifest(self) -> StoredFile:
-        """The file that every value depends on."""
-        return self.file(_MANIFEST)
+        """The extent of values in the tree: no bytes of the manifest."""
+        return FileExtent(self.file(_MANIFEST), 0, 0)
 
     def file(self, name: str) -> StoredFile:
         """Returns a file of the database, statted once."""
