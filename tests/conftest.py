@@ -182,8 +182,8 @@ def descriptors(monkeypatch) -> Descriptors:
     held = Descriptors()
     open_file, close_file = Root.open, Descriptor.close
 
-    def watched(root, name, *, leaf=None):
-        file, found = open_file(root, name, leaf=leaf)
+    def watched(root, name, **how):
+        file, found = open_file(root, name, **how)
         held.add(file.number)
         return file, found
 

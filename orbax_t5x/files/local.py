@@ -1,27 +1,12 @@
-"""A directory of this machine as `Files`.
-
-This is the only code that reads array bytes from local files.
-
-A `File` is checked and measured when the checkpoint is opened (`stat`, no read), opened on the first read and kept
-open. Its size, modification time and inode are compared with those measured whenever it is opened, and by
-`File.check_unchanged` after reads, so that bytes of another file are never returned. A file
-that is replaced by rename while it is open here is read on: the open one has not changed. Reads are `preadv` into the
-caller's buffers, never a mapping (a truncated mapping kills the process): a short read is retried, the end of the file
-is damage, an error of the operating system names file and leaf. Nothing here allocates by what a file claims.
-"""
+"""A directory of this machine as `Files`."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import (
@@ -32,12 +17,11 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     LimitExceededError,
     UnsafeCheckpointError,
-    for_caller,
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
-from orbax_t5x.files.paths import FILE_FLAGS, Descriptor, FileIdentity, Root, io_error
+from orbax_t5x.files.local_file import File, OpenFiles
+from orbax_t5x.files.paths import FILE_FLAGS, Descriptor, Root, io_error
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
-from orbax_t5x.files.windows import fill_held, is_held
 
 # Of chunked arrays only.
 _tree_stamp: Callable[..., str] = on_demand.function("orbax_t5x.files.tree_checks", "tree_stamp")
@@ -49,151 +33,19 @@ _READ_CHUNK_BYTES = 1 << 24
 _OPEN_FLAGS = FILE_FLAGS & ~os.O_NOFOLLOW
 # Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
 _MAX_OPEN_FILES = 64
-# The most buffers that one preadv takes.
-_MAX_BUFFERS = 1024
-
-
-class File:
-    """Regular file inside a root.
-
-    `LocalFiles.file` makes it; reads may come from any thread.
-
-    Attributes:
-      name: relative to the root.
-      path: for messages.
-      size, known_size: in bytes, when the checkpoint was opened.
-      is_remote: see `StoredFile`.
-    """
-
-    __slots__ = ("_files", "_identity", "known_size", "name", "path", "size")
-    is_remote = False
-
-    def __init__(self, files: LocalFiles, name: str, found: os.stat_result):
-        self._files = files
-        self._identity = FileIdentity.of(found)
-        self.name: str = name
-        self.path: str = files.join(name)
-        self.size: int = found.st_size
-        self.known_size: int = found.st_size
-
-    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Fills buffers in order with the bytes from `offset` on."""
-        if is_held(self) and fill_held(self, offset, buffers):
-            self.require_open()
-            return
-        fd = self._files.acquire(self, leaf)
-        try:
-            for first in range(0, len(buffers), _MAX_BUFFERS):
-                offset = self._fill(fd, offset, buffers[first : first + _MAX_BUFFERS], leaf)
-        finally:
-            self._files.release(self)
-
-    def require_size(self, size: int) -> bool:
-        """Implements `StoredFile.require_size`."""
-        return self.size == size
-
-    def load(self, limit: int) -> None:
-        """Does nothing: local reads need no prefetch; see `StoredFile.load`."""
-
-    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> File:
-        """Implements `StoredFile.ahead`: each range is read when it is requested."""
-        return self
-
-    def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """Proves that the file is unchanged since the opening."""
-        if is_held(self):
-            return
-        fd = self._files.acquire(self, leaf)
-        try:
-            found = os.fstat(fd)
-        except OSError as error:
-            raise io_error(error, "reading its status", path=self.path, leaf=leaf) from error
-        finally:
-            self._files.release(self)
-        if FileIdentity.of(found) != self._identity:
-            raise CheckpointGoneError("changed after the checkpoint was opened", path=self.path, leaf=leaf)
-
-    def _fill(self, fd: int, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> int:
-        missing = sum([buffer.nbytes for buffer in buffers])
-        readable: Sequence[Any] = buffers  # to type checkers arrays are buffers from Python 3.12 on
-        while missing:
-            try:
-                got = os.preadv(fd, readable, offset)
-            except OSError as error:
-                if error.errno == errno.ESTALE:
-                    raise CheckpointGoneError("vanished while it was read", path=self.path, leaf=leaf) from error
-                raise io_error(error, f"reading at byte {offset}", path=self.path, leaf=leaf) from error
-            if not got:
-                raise CorruptCheckpointError(
-                    f"ends at byte {offset}, {missing} bytes early; it was {self.size} bytes long when it was opened",
-                    path=self.path,
-                    leaf=leaf,
-                )
-            offset += got
-            missing -= got
-            if missing:
-                readable = _after(readable, got)
-        return offset
-
-    def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
-        """Reads `size` bytes from `offset`; the caller has compared `size` with limits."""
-        if offset < 0 or size < 0 or offset + size > self.size:
-            raise CorruptCheckpointError(
-                f"bytes {offset} to {offset + size} requested of a file of {self.size} bytes", path=self.path, leaf=leaf
-            )
-        data = bytearray(size)
-        if size:
-            self.read_into(offset, [np.frombuffer(data, np.uint8)], leaf=leaf)
-        return data
-
-    def require_open(self) -> None:
-        """Raises ValueError once the checkpoint was closed."""
-        self._files.require_open()
-
-    def open(self, leaf: str | None) -> Descriptor:
-        """Opens the file that was measured."""
-        try:
-            opened, found = self._files.open(self.name, leaf=leaf)
-        except CheckpointNotFoundError as error:
-            raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf) from error
-        if FileIdentity.of(found) != self._identity:
-            opened.close()
-            raise CheckpointGoneError("was replaced after the checkpoint was opened", path=self.path, leaf=leaf)
-        return opened
-
-
-def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
-    """Returns the rest of the buffers after `done` bytes."""
-    rest: list[np.ndarray] = []
-    for buffer in buffers:
-        if done < buffer.nbytes:
-            rest.append(buffer.reshape(-1).view(np.uint8)[done:] if done else buffer)
-            done = 0
-        else:
-            done -= buffer.nbytes
-    return rest
 
 
 class LocalFiles(Root, Files):
-    """Directory or file that the caller named; see `Files` and `Root`.
-
-    At most `max_open` descriptors are open beyond those in use at the moment. They are closed by `close`, or when
-    neither this nor one of its files is referred to any more.
-    """
+    """Directory or file that the caller named; see `Files` and `Root`."""
 
     is_remote = False
     can_list = True
 
     def __init__(self, path: str | os.PathLike[str], *, max_open: int = _MAX_OPEN_FILES):
         super().__init__(path)
-        self._max_open = max_open
-        self._lock = threading.Lock()
-        # By name: a file refers to its set, and a cycle would keep descriptors until a garbage collection.
-        self._open: OrderedDict[str, Descriptor] = OrderedDict()
-        self._users: dict[str, int] = {}
+        self._opened = OpenFiles(max_open)
         # Of arrays: their snapshots prove, before each read, that no symlink leads to them.
         self._plain_directories: set[str] = set()
-        self._closed = False
 
     # -- the root itself
 
@@ -251,44 +103,39 @@ class LocalFiles(Root, Files):
         return True
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
-        return [self._has_inside(name) for name in names]
-
-    def _has_inside(self, name: str) -> bool:
-        try:
-            self.stat(name)
-        except CheckpointError:
-            return False
-        return True
+        found: list[bool] = []
+        for name in names:
+            try:
+                self.stat(name)
+                found.append(True)
+            except CheckpointError:
+                found.append(False)
+        return found
 
     def look(self, name: str = "", *, head: int, tail: int) -> Look:
-        if name:
-            return self._look_inside(name, head, tail)
+        path = os.path.join(self.named, name) if name else self.named
         try:
-            mode = os.stat(self.named).st_mode
-            if stat.S_ISDIR(mode):
-                return Look("directory", names=frozenset(os.listdir(self.named)))
-            if not stat.S_ISREG(mode):
-                return Look("special")
-            opened = Descriptor(self.named, _OPEN_FLAGS)
-            found = os.fstat(opened.number)
+            if not name:
+                mode = os.stat(path).st_mode
+                if stat.S_ISDIR(mode):
+                    return Look("directory", names=frozenset(os.listdir(path)))
+                if not stat.S_ISREG(mode):
+                    return Look("special")
+            opened = self.open(name)[0] if name else Descriptor(path, _OPEN_FLAGS)
+        except CheckpointIOError:
+            raise
+        except UnsafeCheckpointError:
+            return Look("outside")
+        except CorruptCheckpointError:
+            return Look("special")
         except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
             return Look("missing")
         except OSError as error:
-            raise io_error(error, "reading its status", path=self.named) from error
-        return _look_at(opened, found, self.named, head, tail)
-
-    def _look_inside(self, name: str, head: int, tail: int) -> Look:
+            raise io_error(error, "reading its status", path=path) from error
         try:
-            opened, found = self.open(name)
-        except CheckpointIOError:
-            raise
-        except CheckpointNotFoundError:
-            return Look("missing")
-        except UnsafeCheckpointError:
-            return Look("outside")
-        except CheckpointError:
-            return Look("special")
-        return _look_at(opened, found, os.path.join(self.named, name), head, tail)
+            return _look_at(opened.number, path, head, tail)
+        finally:
+            opened.close()
 
     def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
         opened, found = self.open(name, leaf=leaf)
@@ -305,21 +152,9 @@ class LocalFiles(Root, Files):
 
     def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
         self.require_open()
-        leaf = context.leaf
-        if name.rpartition("/")[0] in self._plain_directories:
-            with contextlib.suppress(OSError):  # the walk below finds the reason
-                opened = Descriptor(self.join(name), FILE_FLAGS)
-                try:
-                    found = os.fstat(opened.number)
-                    if stat.S_ISREG(found.st_mode):
-                        place = wanted.within(found.st_size, "the file", path=self.join(name), leaf=leaf)
-                        data = os.pread(opened.number, place.stop - place.start, place.start)
-                        if len(data) == place.stop - place.start:
-                            return data
-                finally:
-                    opened.close()
+        is_plain = name.rpartition("/")[0] in self._plain_directories
         try:
-            opened, found = self.open(name, leaf=context.leaf)
+            opened, found = self.open(name, leaf=context.leaf, is_plain=is_plain)
         except CheckpointNotFoundError:
             return None
         with opened:
@@ -346,59 +181,15 @@ class LocalFiles(Root, Files):
 
     def file(self, name: str, *, leaf: str | None = None) -> File:
         """Stats a file without reading it."""
-        return File(self, name, self.stat(name, leaf=leaf))
+        return File(self, self._opened, name, self.stat(name, leaf=leaf))
 
     def require_open(self) -> None:
         """Raises ValueError after `close`."""
-        if self._closed:
-            raise for_caller(ValueError(f"{self.path}: the checkpoint is closed; its leaves can no longer be read"))
-
-    def acquire(self, file: File, leaf: str | None) -> int:
-        """Returns the descriptor of a file, kept open until `release`."""
-        with self._lock:
-            self.require_open()
-            opened = self._open.get(file.name)
-            if opened is None:
-                opened = self._open[file.name] = self._open_file(file, leaf)
-            else:
-                self._open.move_to_end(file.name)
-            self._users[file.name] = self._users.get(file.name, 0) + 1
-            if len(self._open) > self._max_open:
-                self._close_idle(keep=self._max_open)
-            return opened.number
-
-    def release(self, file: File) -> None:
-        """Ends a use of a descriptor."""
-        with self._lock:
-            users = self._users[file.name] - 1
-            if users:
-                self._users[file.name] = users
-                return
-            del self._users[file.name]
-            if self._closed:
-                self._open.pop(file.name).close()
-
-    def _open_file(self, file: File, leaf: str | None) -> Descriptor:
-        try:
-            return file.open(leaf)
-        except CheckpointIOError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            # The process is short of descriptors: give back what this checkpoint can spare, then try once more.
-            self._close_idle(keep=0)
-            return file.open(leaf)
-
-    def _close_idle(self, keep: int) -> None:
-        """Closes the files unused for longest."""
-        idle = [name for name in self._open if name not in self._users]
-        for name in idle[: max(0, len(self._open) - keep)]:
-            self._open.pop(name).close()
+        self._opened.require_open(self)
 
     def close(self) -> None:
         """Closes the files; later reads are a ValueError."""
-        with self._lock:
-            self._closed = True
-            self._close_idle(keep=0)
+        self._opened.close()
 
     # -- what TensorStore reads by itself
 
@@ -433,31 +224,26 @@ class LocalFiles(Root, Files):
         return ArrayDirectory(path, (found.st_dev, found.st_ino), {"driver": "file", "path": path}, data, files)
 
 
-def _look_at(opened: Descriptor, found: os.stat_result, path: str, head: int, tail: int) -> Look:
-    """Reads an open file's first and last bytes, and closes it."""
+def _look_at(fd: int, path: str, head: int, tail: int) -> Look:
+    """Reads an open file's first and last bytes."""
     try:
+        found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             return Look("special")
-        first = os.pread(opened.number, head, 0)
-        last = os.pread(opened.number, tail, max(0, found.st_size - tail))
-        return Look("file", first, last, found.st_size)
+        last = os.pread(fd, tail, max(0, found.st_size - tail))
+        return Look("file", os.pread(fd, head, 0), last, found.st_size)
     except OSError as error:
         raise io_error(error, "reading its first bytes", path=path) from error
-    finally:
-        opened.close()
 
 
 def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
     """Reads a regular file in an open directory, or returns None."""
     try:
-        fd = os.open(name, FILE_FLAGS, dir_fd=directory)
-        try:
-            found = os.fstat(fd)
+        with Descriptor(name, FILE_FLAGS, directory=directory) as opened:
+            found = os.fstat(opened.number)
             if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
                 return None
-            data = os.pread(fd, found.st_size, 0)
-        finally:
-            os.close(fd)
+            data = os.pread(opened.number, found.st_size, 0)
     except OSError:
         return None
     return data if len(data) == found.st_size else None

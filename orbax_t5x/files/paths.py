@@ -16,7 +16,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Generator
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -174,19 +174,6 @@ def io_error(error: OSError, doing: str, *, path: str, leaf: str | None = None) 
     return CheckpointIOError(f"{doing}: {error.strerror or error}", path=path, leaf=leaf, errno=error.errno)
 
 
-class FileIdentity(NamedTuple):
-    """Size, modification time and inode of a file."""
-
-    size: int
-    modified_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, found: os.stat_result) -> FileIdentity:
-        """Returns the identity of the file of a stat result."""
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
-
-
 class Root:
     """Directory that names from files may not leave.
 
@@ -236,17 +223,18 @@ class Root:
                 return found if stat.S_ISREG(found.st_mode) else None
         return None
 
-    def open(self, name: str, *, leaf: str | None = None) -> tuple[Descriptor, os.stat_result]:
-        """Opens a regular file for reading, without blocking."""
-        if self._plain_stat(name) is not None:
+    def open(self, name: str, *, leaf: str | None = None, is_plain: bool = False) -> tuple[Descriptor, os.stat_result]:
+        """Opens a regular file for reading, without blocking.
+
+        `is_plain`: no symlink leads to its directory, so that only a link in its place needs a walk.
+        """
+        if is_plain or self._plain_stat(name) is not None:
             path = self.join(name)
-            try:
+            with contextlib.suppress(OSError):  # the walk finds the reason
                 opened = Descriptor(path, FILE_FLAGS)
-            except OSError as error:
-                raise _os_error(error, path, leaf, "opening it") from error
-            found = os.fstat(opened.number)
-            _require_regular(found, path, leaf)
-            return opened, found
+                found = os.fstat(opened.number)
+                _require_regular(found, path, leaf)
+                return opened, found
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)

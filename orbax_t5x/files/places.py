@@ -194,7 +194,7 @@ def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
 
 def files_at(path: str) -> Files:
     """Makes the files of a directory or file, local or remote."""
-    if url_scheme(path) is not None:
+    if "://" in path and url_scheme(path) is not None:
         return _remote_files(path)
     transcript = _TRANSCRIPT.get()
     return LocalFiles(path) if transcript is None else _recorded_files(path, transcript)

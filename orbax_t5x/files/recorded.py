@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
 from orbax_t5x.files.interface import ArrayDirectory, Look, Snapshot, Subdirectories
-from orbax_t5x.files.local import File, LocalFiles
-from orbax_t5x.files.paths import Descriptor, FileIdentity
+from orbax_t5x.files.local import LocalFiles
+from orbax_t5x.files.local_file import File, FileIdentity, OpenFiles
+from orbax_t5x.files.paths import Descriptor
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 from orbax_t5x.files.tree_checks import described_files
@@ -99,7 +100,7 @@ class RecordedFiles(LocalFiles):
     entries = _answered(LocalFiles.entries)
 
     def file(self, name: str, *, leaf: str | None = None) -> RecordedFile:
-        return RecordedFile(self, name, self.stat(name, leaf=leaf), self.transcript)
+        return RecordedFile(self, self._opened, name, self.stat(name, leaf=leaf), self.transcript)
 
     def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
         ask = partial(super().read_range, name, wanted, context)
@@ -150,8 +151,8 @@ class RecordedFile(File):
 
     __slots__ = ("_transcript", "_viewpoint")
 
-    def __init__(self, files: LocalFiles, name: str, found: os.stat_result, transcript: Transcript):
-        super().__init__(files, name, found)
+    def __init__(self, root: LocalFiles, opened: OpenFiles, name: str, found: os.stat_result, transcript: Transcript):
+        super().__init__(root, opened, name, found)
         self._transcript = transcript
         # Of a file that another process has measured, until this process has opened it.
         self._viewpoint: Viewpoint | None = transcript.viewpoint
@@ -168,7 +169,7 @@ class RecordedFile(File):
         if viewpoint is None:
             return super().open(leaf)
         try:
-            opened, found = self._files.open(self.name, leaf=leaf)
+            opened, found = self._root.open(self.name, leaf=leaf)
         except CheckpointNotFoundError as error:
             raise self._difference(viewpoint, "missing", leaf) from error
         own = FileIdentity.of(found)

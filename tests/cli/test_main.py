@@ -34,14 +34,14 @@ def process(*arguments, **options):
 _TELLS_WHEN_IT_READS = """
 import os, signal, sys
 from orbax_t5x.cli.main import main
-from orbax_t5x.files.local import LocalFiles
+from orbax_t5x.files.local_file import OpenFiles
 signal.signal(signal.SIGINT, signal.default_int_handler)
-acquire = LocalFiles.acquire
+acquire = OpenFiles.acquire
 def watched(files, file, leaf):
     if leaf is not None:
         os.write(1, b"reading\\n")  # in one call: several threads read
     return acquire(files, file, leaf)
-LocalFiles.acquire = watched
+OpenFiles.acquire = watched
 sys.exit(main())
 """
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
-from orbax_t5x.files.local import File
+from orbax_t5x.files.local_file import File
 from orbax_t5x.lazy import repeat
 from orbax_t5x.lazy.box import union_size
 from orbax_t5x.lazy.several import concatenate, stack

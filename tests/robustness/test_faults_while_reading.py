@@ -17,7 +17,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointIOError
-from orbax_t5x.files import local
+from orbax_t5x.files import local_file
 from tests.support.bundle_writer import Bundle
 from tests.support.checkpoint_writers import WRITERS
 
@@ -76,7 +76,7 @@ def test_a_shard_that_fails_costs_its_leaves_alone(write, bad, tmp_path, monkeyp
     paths = write(tmp_path)
     (good,) = ARRAYS.keys() - {bad}
     with ot.open_checkpoint(tmp_path) as checkpoint:
-        monkeypatch.setattr(local, "os", FaultyOs(failing=paths[bad]))
+        monkeypatch.setattr(local_file, "os", FaultyOs(failing=paths[bad]))
         with pytest.raises(CheckpointIOError) as caught:
             ot.restore(checkpoint, None)
         assert (caught.value.errno, caught.value.leaf, caught.value.path) == (errno.EIO, bad, str(paths[bad]))
@@ -92,7 +92,7 @@ def test_short_reads_fill_everything(write, most_bytes, tmp_path, monkeypatch):
     faulty = FaultyOs(most_bytes=most_bytes)
     write(tmp_path)
     path = tmp_path / "msgpack" if write is one_file else tmp_path
-    monkeypatch.setattr(local, "os", faulty)
+    monkeypatch.setattr(local_file, "os", faulty)
     state = ot.restore(path, None)
     assert faulty.faults > sum(array.nbytes for array in ARRAYS.values()) // most_bytes
     for name, array in ARRAYS.items():
