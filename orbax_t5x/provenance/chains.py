@@ -13,9 +13,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from orbax_t5x.provenance.digests import digest_of_chain, digest_of_rule, qualified_name, rule_identities
+from orbax_t5x import on_demand
 from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
+# Of chains with transforms only.
+_DIGESTS = "orbax_t5x.provenance.digests"
+_digest_of_chain: Callable[..., str | None] = on_demand.function(_DIGESTS, "digest_of_chain")
+_digest_of_rule: Callable[..., str] = on_demand.function(_DIGESTS, "digest_of_rule")
+_qualified_name: Callable[..., str] = on_demand.function(_DIGESTS, "qualified_name")
+_rule_identities: Callable[..., list[str | None]] = on_demand.function(_DIGESTS, "rule_identities")
 # A record is stored with every step: longer rules are cut. The digest counts all of them.
 _RULE_CHARACTERS = 300
 
@@ -51,7 +57,7 @@ Rules = tuple[RuleRecord, ...]
 def record_rules(transforms: Sequence[Callable[..., Any]]) -> Rules:
     """Makes the records of some transforms, in order."""
     chain = tuple(transforms)
-    return tuple(map(_rule_record, chain, rule_identities(chain)))
+    return tuple(map(_rule_record, chain, _rule_identities(chain)))
 
 
 def digest_of_rules(rules: Rules) -> str | None:
@@ -59,7 +65,7 @@ def digest_of_rules(rules: Rules) -> str | None:
 
     None: it is empty, or a transform has no digest.
     """
-    return digest_of_chain([rule.identity for rule in rules])
+    return _digest_of_chain([rule.identity for rule in rules])
 
 
 def texts_of(rules: Iterable[RuleRecord]) -> list[str]:
@@ -68,7 +74,7 @@ def texts_of(rules: Iterable[RuleRecord]) -> list[str]:
 
 
 def _rule_record(transform: Any, identity: str | None) -> RuleRecord:
-    digest, only_selects = identity and digest_of_rule(identity), getattr(transform, "only_selects", False) is True
+    digest, only_selects = identity and _digest_of_rule(identity), getattr(transform, "only_selects", False) is True
     name, source = getattr(transform, "migration_name", None), getattr(transform, "rules_of_source", "")
     if source:
         inner = record_rules(transform.steps)
@@ -78,7 +84,7 @@ def _rule_record(transform: Any, identity: str | None) -> RuleRecord:
         try:
             rules = _rules(transform)
         except RecursionError:  # an argument contains itself
-            rules = [qualified_name(transform)]
+            rules = [_qualified_name(transform)]
         return RuleRecord(tuple(map(_cut_rule, rules)), digest, None, (), identity, only_selects)
     inner = record_rules(transform.steps)
     text = _cut_rule(f"{name}: {'; '.join(texts_of(inner)) or 'nothing'}")
@@ -92,11 +98,11 @@ def _rules(transform: Any) -> list[str]:
     """
     if isinstance(transform, functools.partial):
         partial = cast("functools.partial[Any]", transform)
-        name, arguments = qualified_name(partial), _arguments(partial)
+        name, arguments = _qualified_name(partial), _arguments(partial)
     elif dataclasses.is_dataclass(transform) and not isinstance(transform, type):
         name, arguments = type(transform).__name__, _shown_fields(transform)
     else:
-        return [_own_description(transform) or qualified_name(transform)]
+        return [_own_description(transform) or _qualified_name(transform)]
     lists = {key: value for key, value in arguments.items() if _are_rules(value)}
     if not lists:
         return [_own_description(transform) or f"{name}({_arguments_text(arguments)})"]
@@ -151,7 +157,7 @@ def _text_of_value(value: Any) -> str:
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if isinstance(value, re.Pattern):
         return repr(cast("re.Pattern[Any]", value).pattern)
-    return _own_description(value) or (qualified_name(value) if callable(value) else repr(value))
+    return _own_description(value) or (_qualified_name(value) if callable(value) else repr(value))
 
 
 def _own_description(value: Any) -> str:

@@ -155,12 +155,8 @@ class Fitting:
         if is_lossy:  # one for all leaves: a model in another dtype is one decision
             ways.append(Fix.setting("pass {}", allow_lossy_cast=True))
         lost = "would lose values" if is_lossy else "is not done without being asked for"
-        self._problem(
-            "dtype",
-            name,
-            f"{origin} has dtype {source.name}, the target {leaf.dtype.name}: the conversion {lost}",
-            Fix.any_of(*ways),
-        )
+        message = f"{origin} has dtype {source.name}, the target {leaf.dtype.name}: the conversion {lost}"
+        self._problem("dtype", name, message, Fix.any_of(*ways))
 
     def _text_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin) -> None:
         """Notes text in place of numbers or the reverse."""
@@ -195,14 +191,10 @@ class Fitting:
             return False
         impl = key_impl_of(dtype)
         if impl != leaf.key_impl:
-            self._problem(
-                "dtype",
-                name,
-                f"{origin} has PRNG keys of {impl or dtype!r}, the target keys of {leaf.key_impl!r}",
-                Fix.in_program(f"make the keys with jax.random.key(seed, impl={leaf.key_impl!r})"),
-            )
-            return False
-        return True
+            message = f"{origin} has PRNG keys of {impl or dtype!r}, the target keys of {leaf.key_impl!r}"
+            fix = Fix.in_program(f"make the keys with jax.random.key(seed, impl={leaf.key_impl!r})")
+            self._problem("dtype", name, message, fix)
+        return impl == leaf.key_impl
 
     def _stored_key_fits(self, name: str, leaf: TargetLeaf, view: View) -> bool:
         """Tests if key data may be of the leaf's implementation.
@@ -211,12 +203,9 @@ class Fitting:
         """
         others = [impl for impl in _stored_impls(view) if impl != leaf.key_impl]
         for impl in others:
-            self._problem(
-                "dtype",
-                name,
-                f"the checkpoint has PRNG keys of {impl!r}, the target keys of {leaf.key_impl!r}",
-                Fix.by_target(f"give the target keys of that implementation: {_key_text(impl)}"),
-            )
+            message = f"the checkpoint has PRNG keys of {impl!r}, the target keys of {leaf.key_impl!r}"
+            fix = Fix.by_target(f"give the target keys of that implementation: {_key_text(impl)}")
+            self._problem("dtype", name, message, fix)
         return not others
 
     def _problem(self, kind: ProblemKind, name: str, message: str, fix: Fix) -> None:

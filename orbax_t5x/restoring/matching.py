@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,16 +16,20 @@ from orbax_t5x.lazy import LazyArray, Leaf, View, as_view
 from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.lazy.node import LeafNode, Node
 from orbax_t5x.lazy.value import ComputedLeaf, has_unfilled
-from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.restoring.targets import MissingLeaf, Target, TargetLeaf, is_key_dtype, is_parameter_name
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.patterns.table import compile_pattern, pattern_text
 from orbax_t5x.trees.flat import parents
 
+if TYPE_CHECKING:
+    from orbax_t5x.restoring.fitting import Fitting
+
+# Of leaves that do not fit as they are.
+_new_fitting: Callable[..., Fitting] = on_demand.function("orbax_t5x.restoring.fitting", "Fitting")
+_as_dtype = on_demand.function("orbax_t5x.transforms.dtype_names", "as_dtype")
 # Of padded leaves only.
 _fill: Callable[[Node, Node], Node] = on_demand.function("orbax_t5x.lazy.fill", "fill")
 _NOTHING_RESTORED = Fix.any_of(
@@ -76,9 +80,13 @@ class Matcher:
         # By identity: like leaves of a target are one object.
         self._is_placeable: dict[int, bool] = {}
         leaves = self._everything() if target.kind == "everything" else target.leaves
-        narrowed = {} if options.dtype is None else self._narrowed(leaves, as_dtype(options.dtype))
+        narrowed = {} if options.dtype is None else self._narrowed(leaves, _as_dtype(options.dtype))
         self._leaves = {**leaves, **narrowed} if narrowed else leaves
-        self._fitting = Fitting(options, frozenset(narrowed), self.problems.append)
+        self._narrowed_names = frozenset(narrowed)
+
+    @functools.cached_property
+    def _fitting(self) -> Fitting:
+        return _new_fitting(self._options, self._narrowed_names, self.problems.append)
 
     # -- the target's side
 
@@ -163,15 +171,12 @@ class Matcher:
             name: dataclasses.replace(leaf, dtype=wanted) for name, leaf in leaves.items() if leaf.is_float_param
         }
         if not changed:
-            self._problem(
-                "dtype",
-                None,
+            message = (
                 f"dtype={wanted.name} applies to the floating-point model parameters (under target/ or params/, or "
-                "nnx.Param), and the target has none",
-                Fix.setting(
-                    "add ot.transforms.Cast(pattern, dtype) to {} and give the target that dtype", transforms=...
-                ),
+                "nnx.Param), and the target has none"
             )
+            way = "add ot.transforms.Cast(pattern, dtype) to {} and give the target that dtype"
+            self._problem("dtype", None, message, Fix.setting(way, transforms=...))
         return changed
 
     def _bare_entry(self, name: str, leaf: TargetLeaf, node: Node, view: View) -> PlanEntry | None:
@@ -185,20 +190,9 @@ class Matcher:
         if stored.is_value or not is_placeable:
             return None
         self._taken.add(name)
-        return PlanEntry(
-            name,
-            (self._stored_names.get(stored, stored.name),),
-            leaf.shape,
-            leaf.dtype,
-            leaf.sharding,
-            "read",
-            "",
-            self.diagnostics.rule_for.get(name, ""),
-            self.diagnostics.fidelity.get(name, ""),
-            view,
-            leaf,
-            (stored,),
-        )
+        source, rule = self._stored_names.get(stored, stored.name), self.diagnostics.rule_for.get(name, "")
+        made, fidelity = (leaf.shape, leaf.dtype, leaf.sharding), self.diagnostics.fidelity.get(name, "")
+        return PlanEntry(name, (source,), *made, "read", "", rule, fidelity, view, leaf, (stored,))
 
     def _plan_leaf(self, name: str, leaf: TargetLeaf) -> PlanEntry | None:
         source_name = name
@@ -237,20 +231,12 @@ class Matcher:
                 return None
             stored = view.leaves()
         read = [one for one in stored if not one.is_value]
-        return PlanEntry(
-            name,
-            self._source_names(read) if read else (),
-            leaf.shape,
-            leaf.dtype,
-            leaf.sharding,
-            "read" if read else "value",
-            view.describe(),
-            self.diagnostics.rule_for.get(source_name, ""),
-            self.diagnostics.fidelity.get(source_name, ""),
-            view,
-            leaf,
-            stored,
+        sources, action = (self._source_names(read), "read") if read else ((), "value")
+        rule, fidelity = (
+            found.get(source_name, "") for found in (self.diagnostics.rule_for, self.diagnostics.fidelity)
         )
+        made = leaf.shape, leaf.dtype, leaf.sharding
+        return PlanEntry(name, sources, *made, action, view.describe(), rule, fidelity, view, leaf, stored)
 
     def _filled(self, name: str, leaf: TargetLeaf, view: View) -> View | None:
         """Fills a padded view from the fallback, or returns None."""
@@ -312,19 +298,9 @@ class Matcher:
         view = self._fitting.view(name, leaf, value, "the fallback")
         if view is not None and _is_left_to_jax(leaf, view):
             view = None
-        return PlanEntry(
-            name,
-            (),
-            leaf.shape,
-            leaf.dtype,
-            leaf.sharding,
-            "fallback",
-            how="" if view is None else view.describe(),
-            fidelity=fidelity,
-            view=view,
-            leaf=leaf,
-            leaves=() if view is None else view.leaves(),
-        )
+        made = leaf.shape, leaf.dtype, leaf.sharding
+        how, leaves = ("", ()) if view is None else (view.describe(), view.leaves())
+        return PlanEntry(name, (), *made, "fallback", how, "", fidelity, view, leaf, leaves)
 
     def _raise_broken_parent(self, name: str) -> None:
         """Raises the error of a broken item with the leaf."""

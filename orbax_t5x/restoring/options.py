@@ -13,14 +13,16 @@ from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 
+from orbax_t5x import on_demand
 from orbax_t5x.files.limits import check_limits, check_memory_limit
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.detect import check_item
 from orbax_t5x.text.progress_bar import Progress, check_progress
-from orbax_t5x.transforms.dtype_names import as_dtype
 from orbax_t5x.transforms.patterns.table import Pattern, pattern_tuple
 from orbax_t5x.trees.narrow import check_flag
+
+_as_dtype = on_demand.function("orbax_t5x.transforms.dtype_names", "as_dtype")  # of a few restores
 
 MEMORY_LIMIT_BYTES = 256 << 20
 """Host buffers in flight where no limit is given. Below about eight chunks of a chunked format in flight, chunks that
@@ -79,7 +81,7 @@ def memory_limit(memory_limit_bytes: int | None) -> int:
 def check_dtype(dtype: Any) -> None:
     """Raises TypeError for a `dtype` unknown to NumPy."""
     try:
-        as_dtype(dtype)
+        _as_dtype(dtype)
     except TypeError as error:
         raise TypeError(f"dtype: {error}" if isinstance(dtype, str) else f"dtype={dtype!r}: {error}") from None
 

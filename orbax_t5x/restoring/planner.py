@@ -26,6 +26,7 @@ from orbax_t5x.restoring.sources import (
     FoundRules,
     OneSource,
     OpenSources,
+    asks_for_rules,
     names_of_migrations,
     rules_found,
     without_parts,
@@ -117,14 +118,12 @@ def plan_inputs(
     diagnostics.problems.extend(flattened.problems)
     if flattened.problems and not flattened.leaves:  # whatever else is wrong follows from that
         raise diagnostics.error(list(flattened.problems), path=sources.path)
-    written = given
-    why: dict[str, Why] = {}
-    if given:
+    written, why = given, dict[str, Why]()
+    if any(map(asks_for_rules, given)):
         patterns = [] if options.fallback is None else list(options.fallback_for or ())
         fillable = {name for one in patterns for name in flattened.original if re.fullmatch(one, name)}
-        written = written_out(
-            given, source, flattened.original, sources.path, fillable=fillable, settings=diagnostics, why=why
-        )
+        path, target_leaves = sources.path, flattened.original
+        written = written_out(given, source, target_leaves, path, fillable=fillable, settings=diagnostics, why=why)
     if any(not isinstance(one, OneSource | FoundRules) for one in given):
         why = {}  # another transform may give the names to other leaves
     return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics, why)

@@ -197,14 +197,15 @@ def names_of_migrations(transforms: Iterable[AnyTransform]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _asks_for_rules(transform: AnyTransform) -> bool:
+def asks_for_rules(transform: AnyTransform) -> bool:
+    """Tests for `"auto"`, also of a source."""
     steps = transform.steps if isinstance(transform, OneSource) else (transform,)
     return any(isinstance(step, FoundRules) for step in steps)
 
 
 def rules_found(given: Sequence[AnyTransform], written: Sequence[AnyTransform]) -> tuple[AnyTransform, ...]:
     """Returns the rules in a chain in place of `"auto"`."""
-    asked = {one.source for one in given if isinstance(one, OneSource) and _asks_for_rules(one)}
+    asked = {one.source for one in given if isinstance(one, OneSource) and asks_for_rules(one)}
     found: list[AnyTransform] = []
     for one in written:
         if isinstance(one, OneSource):
@@ -309,12 +310,8 @@ class OpenSources:
             for short, value in _leaves_of(checkpoint).items():
                 name = prefixed(prefix, short)
                 if name in leaves:
-                    diagnostics.problem(
-                        "duplicate",
-                        name,
-                        f"the sources {prefix_of[name]!r} and {prefix!r} both have a leaf of this name",
-                        Fix("give one of the sources another name"),
-                    )
+                    message = f"the sources {prefix_of[name]!r} and {prefix!r} both have a leaf of this name"
+                    diagnostics.problem("duplicate", name, message, Fix("give one of the sources another name"))
                 leaves[name] = value
                 prefix_of[name] = prefix
         return leaves
@@ -362,7 +359,7 @@ def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Ca
     sources = {} if source is None else _sources_by_name(source)
     own = [step for name, one in sources.items() for step in _own_chain(name, one)]
     chain = (*own, *chain_of(transforms))
-    return () if any(map(_asks_for_rules, chain)) else chain
+    return () if any(map(asks_for_rules, chain)) else chain
 
 
 def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:

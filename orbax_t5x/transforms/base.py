@@ -17,12 +17,13 @@ import numpy as np
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
-from orbax_t5x.provenance.digests import dataclass_digest, qualified_name
 from orbax_t5x.text.code import dataclass_call
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten, unflatten
 from orbax_t5x.trees.narrow import check_flag
 
+_dataclass_digest = on_demand.function("orbax_t5x.provenance.digests", "dataclass_digest")
+_qualified_name = on_demand.function("orbax_t5x.provenance.digests", "qualified_name")
 _inverse = on_demand.function("orbax_t5x.transforms.inverses", "inverse")
 _chain = on_demand.function("orbax_t5x.transforms.run", "Chain")
 
@@ -63,13 +64,13 @@ def _short(value: Any) -> str:
     if _is_transform(value):
         return value.describe()
     if callable(value):
-        return qualified_name(value)
+        return _qualified_name(value)
     return repr(value)
 
 
 def describe_transform(transform: Any) -> str:
     """Describes a transform in a line; functions are opaque."""
-    return transform.describe() if _is_transform(transform) else f"{qualified_name(transform)} (opaque)"
+    return transform.describe() if _is_transform(transform) else f"{_qualified_name(transform)} (opaque)"
 
 
 class Given(Generic[_Taken, _Held]):
@@ -163,7 +164,7 @@ class Transform:
 
         None where the transform holds a lambda, a closure or another object whose behaviour has no stable text.
         """
-        return dataclass_digest(self)
+        return _dataclass_digest(self)
 
     @property
     def only_selects(self) -> bool:

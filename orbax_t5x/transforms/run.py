@@ -11,15 +11,16 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, for_caller
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.keys import as_keys, key_data
-from orbax_t5x.provenance.digests import qualified_name
 from orbax_t5x.transforms.base import AnyTransform, Given, Transform, describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import EndlessTreeError, FlatState, NameClashError, flatten, unflatten
 
 _OURS = "orbax_t5x."
+_qualified_name = on_demand.function("orbax_t5x.provenance.digests", "qualified_name")  # of functions only
 
 
 def takes_is_resuming(function: Callable[..., Any]) -> bool:
@@ -60,7 +61,7 @@ def _run_function(
     if is_resuming and not keyword:
         return state
     arguments = {"is_resuming": is_resuming} if keyword else {}
-    name = qualified_name(function)
+    name = _qualified_name(function)
     # Fresh nested dicts: the function may change them.
     nested = [unflatten(state, join_clashes=True)]
     if _takes_target(function, arguments):
@@ -71,12 +72,8 @@ def _run_function(
         _record_raised(name, error, diagnostics)
         return state
     if not isinstance(result, Mapping):
-        diagnostics.problem(
-            "transform",
-            None,
-            f"{name} returned {type(result).__name__}, not a state dict",
-            Fix("return the nested dict"),
-        )
+        message = f"{name} returned {type(result).__name__}, not a state dict"
+        diagnostics.problem("transform", None, message, Fix("return the nested dict"))
         return state
     try:
         flat = flatten(result)
