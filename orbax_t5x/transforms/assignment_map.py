@@ -128,18 +128,11 @@ class AssignmentMap(Transform):
         if unused and self.require_all_rules_match:
             closest = ClosestNames(names)
             near = [f"{text!r}: {found}" for text in unused[:_EXPLAINED_NAMES] if (found := closest.to(text))]
-            diagnostics.problem(
-                "unused_rule",
-                None,
-                f"Unused patterns in `assignment_map`: {{{', '.join(map(repr, unused))}}}",
-                Fix.any_of(
-                    Fix(
-                        "write patterns that match a whole target name that no earlier rule matches"
-                        + (f" (closest: {'; '.join(near)})" if near else "")
-                    ),
-                    Fix.in_program("pass require_all_rules_match=False"),
-                ),
-            )
+            message = f"Unused patterns in `assignment_map`: {{{', '.join(map(repr, unused))}}}"
+            text = "write patterns that match a whole target name that no earlier rule matches"
+            fix = Fix(text + (f" (closest: {'; '.join(near)})" if near else ""))
+            ways = Fix.any_of(fix, Fix.in_program("pass require_all_rules_match=False"))
+            diagnostics.problem("unused_rule", None, message, ways)
         else:
             note_unused(
                 rule_table(patterns), used, names, diagnostics, owner="AssignmentMap", required=False, what="the target"
@@ -155,13 +148,12 @@ def _note_missing(missing: Sequence[_MissingParameter], names: Sequence[str], di
     for count, (rule, found) in enumerate(by_rule.items()):
         near = closest.to(found[0].wanted) if count < _EXPLAINED_NAMES else []
         others = "" if len(found) == 1 else f", nor do {len(found) - 1:,} others that the rule asks for"
-        diagnostics.problem(
-            "missing",
-            found[0].name if len(found) == 1 else None,
-            f"{rule_text('AssignmentMap', rule)}: parameter {found[0].wanted!r} does not exist in restore "
-            f"checkpoint{others}" + (f"; closest: {', '.join(near)}" if near else ""),
-            _corrected_rule(found, near, frozenset(names)),
+        message = (
+            f"{rule_text('AssignmentMap', rule)}: parameter {found[0].wanted!r} does not exist in restore checkpoint"
         )
+        message += others + (f"; closest: {', '.join(near)}" if near else "")
+        leaf = found[0].name if len(found) == 1 else None
+        diagnostics.problem("missing", leaf, message, _corrected_rule(found, near, frozenset(names)))
         diagnostics.explained.update(one.name for one in found)
 
 
@@ -169,12 +161,8 @@ def _note_missing_by_hand(missing: _MissingParameter, names: Sequence[str], diag
     """Records T5X's text with every name."""
     near = ClosestNames(names).to(missing.wanted)
     shown = list(names) if len(names) <= _LISTED_NAMES else [*names[:_LISTED_NAMES], f"… {len(names)} in all"]
-    diagnostics.problem(
-        "missing",
-        missing.name,
-        f"Parameter {missing.wanted!r} does not exist in restore checkpoint. Must be one of: {shown}",
-        _corrected_rule([missing], near, frozenset(names)),
-    )
+    message = f"Parameter {missing.wanted!r} does not exist in restore checkpoint. Must be one of: {shown}"
+    diagnostics.problem("missing", missing.name, message, _corrected_rule([missing], near, frozenset(names)))
 
 
 def _corrected_rule(missing: Sequence[_MissingParameter], near: Sequence[str], names: frozenset[str]) -> Fix:

@@ -168,12 +168,10 @@ class NewState:
     def put(self, name: str, value: Any, made_from: str, rule: str | None = None) -> None:
         """Adds a leaf, made from an old leaf by a rule."""
         if name in self.flat:
-            self._diagnostics.problem(
-                "duplicate",
-                name,
-                f"{self._made_from[name]!r} and {made_from!r} both become {name!r}" + (f" ({rule})" if rule else ""),
-                Fix("rename or drop one of the two"),
+            message = f"{self._made_from[name]!r} and {made_from!r} both become {name!r}" + (
+                f" ({rule})" if rule else ""
             )
+            self._diagnostics.problem("duplicate", name, message, Fix("rename or drop one of the two"))
             return
         self.flat[name] = value
         self._made_from[name] = made_from
@@ -191,9 +189,8 @@ def view_of(name: str, value: Any, diagnostics: Diagnostics, *, becomes: str | N
     try:
         return as_view(value, name=name)
     except (TypeError, ValueError) as error:
-        diagnostics.problem(
-            "transform", name, f"not an array: {error}", Fix("leave it out of the pattern"), becomes=becomes
-        )
+        fix = Fix("leave it out of the pattern")
+        diagnostics.problem("transform", name, f"not an array: {error}", fix, becomes=becomes)
         return None
 
 

@@ -68,13 +68,9 @@ def layer_group(matches: Sequence[re.Match[str]], owner: str, diagnostics: Diagn
     digits = [group for group in groups if all((match[group] or "").isdecimal() for match in matches)]
     if len(digits) == 1:
         return digits[0]
-    diagnostics.problem(
-        "rule",
-        None,
-        f"{owner} {regex.pattern!r}: {len(digits) or 'none'} of its {regex.groups} groups match only digits, "
-        "so it is not clear which is the layer number",
-        Fix("name the layer number's group (?P<i>\\d+)"),
-    )
+    message = f"{len(digits) or 'none'} of its {regex.groups} groups match only digits"
+    message = f"{owner} {regex.pattern!r}: {message}, so it is not clear which is the layer number"
+    diagnostics.problem("rule", None, message, Fix("name the layer number's group (?P<i>\\d+)"))
     return None
 
 
@@ -182,14 +178,10 @@ class StackLayers(ByRules):
         first = list(itertools.islice(lacking, _SHOWN_LAYERS))
         left = depth - len(layers) - len(first)
         shown = ", ".join(first) + (f" and {left:,} more" if left else "")
-        example = layers[min(layers)].string
-        diagnostics.problem(
-            "missing",
-            stacked,
-            f"StackLayers: layer {shown} of {depth} is missing for {stacked!r}; it has {len(layers)}, such as "
-            f"{example!r}",
-            Fix("leave these names out of the pattern where not every layer has them"),
-        )
+        has = f"it has {len(layers)}, such as {layers[min(layers)].string!r}"
+        message = f"StackLayers: layer {shown} of {depth} is missing for {stacked!r}; {has}"
+        fix = Fix("leave these names out of the pattern where not every layer has them")
+        diagnostics.problem("missing", stacked, message, fix)
         return False
 
     def _stack(self, stacked: str, leaves: FlatState, new: NewState, diagnostics: Diagnostics) -> None:
@@ -197,17 +189,11 @@ class StackLayers(ByRules):
         if all(value is None for value in leaves.values()):
             new.put(stacked, None, first, self._rule())
             return
-        advice = "all layers need one shape and dtype, and the axis must exist"
-        value = combine_leaves(
-            leaves.items(),
-            lambda views: stack(views, self.axis),
-            diagnostics,
-            becomes=stacked,
-            rule=self._rule(),
-            advice=advice,
-        )
+        advice, rule = "all layers need one shape and dtype, and the axis must exist", self._rule()
+        stack_of = functools.partial(stack, axis=self.axis)
+        value = combine_leaves(leaves.items(), stack_of, diagnostics, becomes=stacked, rule=rule, advice=advice)
         if value is not None:
-            new.put(stacked, value, first, self._rule())
+            new.put(stacked, value, first, rule)
 
 
 def _tower_text(layers: Mapping[int, re.Match[str]], group: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from orbax_t5x.errors import Fix
+from orbax_t5x.lazy import View
 from orbax_t5x.lazy.several import add_low_rank
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
@@ -77,12 +78,11 @@ class AddLowRank(ByRules):
             message = f"{self._rule()}: {name!r} has only one factor, there is no {lacking[0]!r}"
             diagnostics.problem("missing", name, message, Fix("give it both factors, or drop the other one"))
         else:
-            made = combine_leaves(
-                [(one, state[one]) for one in (name, *factors)],
-                lambda views: add_low_rank(views[0], views[1], views[2], self.scale),
-                diagnostics,
-                becomes=name,
-                rule=self._rule(),
-                advice="correct the names of the factors, or transpose or cast them first",
-            )
+
+            def add(views: list[View]) -> View:
+                return add_low_rank(views[0], views[1], views[2], self.scale)
+
+            leaves, rule = [(one, state[one]) for one in (name, *factors)], self._rule()
+            advice = "correct the names of the factors, or transpose or cast them first"
+            made = combine_leaves(leaves, add, diagnostics, becomes=name, rule=rule, advice=advice)
         new.put(name, state[name] if made is None else made, name, None if made is None else self._rule())

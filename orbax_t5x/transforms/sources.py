@@ -20,6 +20,7 @@ from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, patter
 from orbax_t5x.trees.dtypes import kind_of
 from orbax_t5x.trees.flat import FlatState
 
+_NAME_SOURCES = Fix.in_program("name the sources: ot.restore({'a': path, 'b': path}, …)")
 Weights = tuple[tuple[str, float], ...] | tuple[float, ...]
 
 
@@ -65,12 +66,8 @@ class Average(Transform):
             return dict(state)
         groups = self._groups(state, weights)
         if not groups:
-            diagnostics.problem(
-                "unused_rule",
-                None,
-                f"Average: pattern {pattern_text(self.pattern)!r} matches no name of the sources {list(weights)}",
-                Fix("a pattern must match a whole name"),
-            )
+            message = f"Average: pattern {pattern_text(self.pattern)!r} matches no name of the sources {list(weights)}"
+            diagnostics.problem("unused_rule", None, message, Fix("a pattern must match a whole name"))
         new = NewState(diagnostics)
         averaged = {name for parts in groups.values() for name in parts.values()}
         for name, value in state.items():
@@ -79,9 +76,8 @@ class Average(Transform):
         for result, parts in groups.items():
             lacking = [name for name in weights if name not in parts]
             if lacking:
-                message = (
-                    f"Average: {', '.join(map(repr, lacking))} {'lack' if len(lacking) > 1 else 'lacks'} {result!r}"
-                )
+                lack = "lack" if len(lacking) > 1 else "lacks"
+                message = f"Average: {', '.join(map(repr, lacking))} {lack} {result!r}"
                 fix = f"take it from one source before: Rename([({next(iter(parts.values()))!r}, {result!r})])"
                 diagnostics.problem("missing", result, message, Fix.in_program(fix))
             else:
@@ -96,16 +92,13 @@ class Average(Transform):
             lacking = [name for name in weights if name not in sources]
             if lacking:
                 message = f"Average: there are no sources {lacking}; the names begin with {sources}"
-                diagnostics.problem(
-                    "missing", None, message, Fix.in_program("name the sources: ot.restore({'a': path, 'b': path}, …)")
-                )
+                diagnostics.problem("missing", None, message, _NAME_SOURCES)
                 return None
             return weights
         if len(given) != len(sources):
             message = f"Average: {len(given)} weights for {len(sources)} sources {sources}"
-            diagnostics.problem(
-                "rule", None, message, Fix("give one weight per source, or a mapping from source to weight")
-            )
+            fix = Fix("give one weight per source, or a mapping from source to weight")
+            diagnostics.problem("rule", None, message, fix)
             return None
         return dict(zip(sources, given, strict=True))
 
@@ -156,9 +149,8 @@ def _average(views: list[View], weights: list[float], name: str, diagnostics: Di
         dtypes = ", ".join(dict.fromkeys(view.dtype.name for view in views))
         if any(weight / sum(weights) < 0 for weight in weights):
             message = f"Average: with negative weights {name!r} may leave the range of its integers ({dtypes})"
-            diagnostics.problem(
-                "dtype", name, message, Fix("leave it out of the pattern, or Cast it to a float before")
-            )
+            fix = Fix("leave it out of the pattern, or Cast it to a float before")
+            diagnostics.problem("dtype", name, message, fix)
             return None
         diagnostics.warnings.append(f"Average: {name!r} holds integers ({dtypes}); their average is rounded")
     return average(views, weights)
@@ -199,9 +191,7 @@ class Overlay(Transform):
         for first, leaves in by_source.items():
             if not leaves:
                 message = f"Overlay: there is no leaf of a source {first!r}"
-                diagnostics.problem(
-                    "missing", None, message, Fix.in_program("name the sources: ot.restore({'a': path, 'b': path}, …)")
-                )
+                diagnostics.problem("missing", None, message, _NAME_SOURCES)
             for rest, name in leaves:
                 if rest not in seen:
                     new.put(rest, state[name], name, f"Overlay: {first!r} is the first source that has it")

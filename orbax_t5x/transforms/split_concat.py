@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Iterable, Sequence
@@ -59,12 +60,8 @@ class Split(OnePattern):
         sizes = self.sizes if self.sizes is not None else (size // count,) * count
         if sum(sizes) != size:
             parts = f"{count} equal parts" if self.sizes is None else f"parts of {sizes}"
-            diagnostics.problem(
-                "shape",
-                name,
-                f"{self._rule()}: axis {axis} of shape {view.shape} is not made of {parts}",
-                Fix(f"give sizes= that add up to {size}"),
-            )
+            message = f"{self._rule()}: axis {axis} of shape {view.shape} is not made of {parts}"
+            diagnostics.problem("shape", name, message, Fix(f"give sizes= that add up to {size}"))
             return None
         made = []
         start = 0
@@ -135,11 +132,6 @@ class Concat(ByRules):
             message = f"Concat: nothing matches {lacking} for {joined!r}, which has {[name for _, name, _ in parts]}"
             diagnostics.problem("missing", joined, message, Fix("give it all its parts, or narrow the patterns"))
             return None
-        return combine_leaves(
-            ((name, value) for _, name, value in parts),
-            lambda views: concatenate(views, self.axis),
-            diagnostics,
-            becomes=joined,
-            rule="Concat",
-            advice="cast or reshape the inputs first",
-        )
+        leaves, join = [part[1:] for part in parts], functools.partial(concatenate, axis=self.axis)
+        advice = "cast or reshape the inputs first"
+        return combine_leaves(leaves, join, diagnostics, becomes=joined, rule="Concat", advice=advice)

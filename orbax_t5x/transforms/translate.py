@@ -109,13 +109,11 @@ def _note_failures(translation: Translation, count: int, diagnostics: Diagnostic
     unmatched = translation.unmatched
     if not unmatched:
         return
-    diagnostics.problem(
-        "translate",
-        unmatched[0] if len(unmatched) == 1 else None,
-        f"no translation rule matches {len(unmatched)} of {count} names: {listed(map(repr, unmatched), _SHOWN_NAMES)}",
-        Fix.any_of(
-            Fix.removing(Translate(), "where the checkpoint has the target's names already"),
-            Fix.in_program("take the names out before it with ot.transforms.Drop"),
-            Fix.in_program("pass a CheckpointTranslator that knows them"),
-        ),
+    names = listed(map(repr, unmatched), _SHOWN_NAMES)
+    message = f"no translation rule matches {len(unmatched)} of {count} names: {names}"
+    fix = Fix.any_of(
+        Fix.removing(Translate(), "where the checkpoint has the target's names already"),
+        Fix.in_program("take the names out before it with ot.transforms.Drop"),
+        Fix.in_program("pass a CheckpointTranslator that knows them"),
     )
+    diagnostics.problem("translate", unmatched[0] if len(unmatched) == 1 else None, message, fix)

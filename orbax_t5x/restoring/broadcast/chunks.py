@@ -11,7 +11,6 @@ read or sent.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import math
 import operator
@@ -32,41 +31,32 @@ _RUN_BYTES = 256 << 10
 JOINED_BYTES = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class BroadcastChunk:
+class BroadcastChunk(NamedTuple):
     """Chunk: the pieces that a process reads at once.
 
     Attributes:
-      owner: the process that reads it.
-      members: the processes that need some of it, ascending.
       pieces: what becomes of it; `box_index` is the index of a box of `EntryNeeds`.
+      candidates: the processes that may read it.
+      members: the processes that need some of it, ascending.
       reads: boxes of entries, each with the pieces within it. Pieces that are a box together are read as one: one
         request for a stored chunk, whose pieces TensorStore might else fetch one after the other.
       is_exchanged: whether each member receives what it needs only, and not all that the others need.
-      size: bytes on the owner's host while it is read: results and scratch.
+      owner, size: the candidate that reads it, and the bytes on its host meanwhile, results and scratch; once the
+        schedule has chosen.
     """
-
-    owner: int
-    members: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    reads: tuple[tuple[Piece, tuple[int, ...]], ...]
-    is_exchanged: bool
-    size: int
-
-
-class DividedChunk(NamedTuple):
-    """Chunk without an owner."""
 
     pieces: tuple[Piece, ...]
     candidates: tuple[int, ...]
     members: tuple[int, ...]
     reads: tuple[tuple[Piece, tuple[int, ...]], ...]
     is_exchanged: bool
+    owner: int = -1
+    size: int = 0
 
 
 def divide(
     cluster: Sequence[EntryNeeds], gathered_bytes: int, exchanged_bytes: int, *, joins: bool = False
-) -> list[DividedChunk] | None:
+) -> list[BroadcastChunk] | None:
     """Divides a cluster into chunks of about so many bytes.
 
     `joins` puts pieces without common bytes into one chunk.
@@ -76,7 +66,7 @@ def divide(
     """
     needers = {id(one.entry): one.needers for one in cluster}
     has_values = any(leaf.is_value for one in cluster for leaf in one.leaves)
-    divided: list[DividedChunk] = []
+    divided: list[BroadcastChunk] = []
     pieces = [
         Piece(one.entry, box_index, box) for one in cluster for box_index, box in enumerate(one.boxes) if box_size(box)
     ]
@@ -88,13 +78,13 @@ def divide(
         if not candidates:
             return None
         reads = tuple(_joined_pieces(some))
-        divided.append(DividedChunk(tuple(some), candidates, members, reads, _is_exchanged(some, needers)))
+        divided.append(BroadcastChunk(tuple(some), candidates, members, reads, _is_exchanged(some, needers)))
     return divided
 
 
-def join_neighbours(chunks: Iterable[DividedChunk], limit: int) -> Iterator[DividedChunk]:
+def join_neighbours(chunks: Iterable[BroadcastChunk], limit: int) -> Iterator[BroadcastChunk]:
     """Joins small neighbouring chunks of the same processes up to `limit` bytes."""
-    alike: dict[tuple[object, ...], list[tuple[tuple[str, int, bool], int, int, DividedChunk]]] = (
+    alike: dict[tuple[object, ...], list[tuple[tuple[str, int, bool], int, int, BroadcastChunk]]] = (
         collections.defaultdict(list)
     )
     for position, one in enumerate(chunks):
@@ -102,7 +92,7 @@ def join_neighbours(chunks: Iterable[DividedChunk], limit: int) -> Iterator[Divi
         place = place_of(one.pieces[0].entry.leaves[0])
         alike[one.members, one.candidates, one.is_exchanged, size < limit].append((place, position, size, one))
     for (*_, is_small), found in alike.items():
-        held: list[DividedChunk] = []
+        held: list[BroadcastChunk] = []
         total = 0
         for _, _, size, one in sorted(found, key=operator.itemgetter(0, 1)) if is_small else found:
             if held and (total + size > limit or not is_small):
@@ -113,7 +103,7 @@ def join_neighbours(chunks: Iterable[DividedChunk], limit: int) -> Iterator[Divi
         yield _as_one(held)
 
 
-def _as_one(chunks: Sequence[DividedChunk]) -> DividedChunk:
+def _as_one(chunks: Sequence[BroadcastChunk]) -> BroadcastChunk:
     if len(chunks) == 1:
         return chunks[0]
     pieces: list[Piece] = []
@@ -291,7 +281,7 @@ def may_join(cluster: Sequence[EntryNeeds], store: StoreKind) -> bool:
 
 
 def decide_reads(
-    cluster: Sequence[EntryNeeds], divided: Sequence[DividedChunk] | None, store: StoreKind
+    cluster: Sequence[EntryNeeds], divided: Sequence[BroadcastChunk] | None, store: StoreKind
 ) -> ReadDecision:
     """Decides about entries that share stored bytes."""
     own = _own_reads(cluster)

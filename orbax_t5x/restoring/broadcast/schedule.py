@@ -28,7 +28,6 @@ from orbax_t5x.restoring.broadcast.chunks import (
     JOINED_BYTES,
     REQUEST_BYTES,
     BroadcastChunk,
-    DividedChunk,
     ReadDecision,
     decide_reads,
     divide,
@@ -261,7 +260,7 @@ def schedule_broadcast(
     """
     unshared: list[PlanEntry] = []
     sent: list[EntryNeeds] = []
-    to_send: list[DividedChunk] = []
+    to_send: list[BroadcastChunk] = []
     chunks: list[BroadcastChunk] = []
     load = [0] * processes
     decisions: dict[str, ReadDecision] = {}
@@ -288,8 +287,7 @@ def schedule_broadcast(
     for one in join_neighbours(to_send, min(JOINED_BYTES, gathered_bytes, exchanged_bytes)):
         owner = min(one.candidates, key=lambda process: (load[process], process))
         load[owner] += sum(map(piece_bytes, one.pieces)) + len(one.reads) * REQUEST_BYTES[StoreKind.BUCKET]
-        size = sum(host_bytes(whole) for whole, _ in one.reads)
-        chunks.append(BroadcastChunk(owner, one.members, one.pieces, one.reads, one.is_exchanged, size))
+        chunks.append(one._replace(owner=owner, size=sum(host_bytes(whole) for whole, _ in one.reads)))
     by_entry = {one.entry: one for one in sent}
     rounds = tuple(rounds_of(chunks, by_entry, limit))
     return Schedule(tuple(unshared), by_entry, tuple(chunks), rounds, decisions)

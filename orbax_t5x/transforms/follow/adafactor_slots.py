@@ -55,13 +55,12 @@ class AdafactorSlots(Transform):
         if found.problems:
             return dict(state)
         if not found.renames:
-            diagnostics.problem(
-                "unused_rule",
-                None,
+            message = (
                 "AdafactorSlots: the target has not optax.adafactor's state for T5X's slots in the checkpoint, nor "
-                "T5X's slots for Optax's state there",
-                Fix("remove it, or check that the names still are those that the libraries gave"),
+                "T5X's slots for Optax's state there"
             )
+            fix = Fix("remove it, or check that the names still are those that the libraries gave")
+            diagnostics.problem("unused_rule", None, message, fix)
             return dict(state)
         return self._renamed(state, target, found, diagnostics)
 

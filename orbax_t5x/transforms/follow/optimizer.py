@@ -139,13 +139,10 @@ def _check_clear(leaves: FlatState, before: FlatState, after: FlatState, diagnos
             if after.get(name) is not value and any(name.startswith(f"{root}/") for root in roots)
         ]
         if changed:
-            diagnostics.problem(
-                "optimizer",
-                None,
-                f"the optimizer's leaves below {container!r} may belong to the parameters below "
-                f"{listed(map(repr, roots), 4, separator=' or ')}, of which {changed[0]!r} is changed",
-                Fix(f"say whose they are: FollowOptimizer(…, roots=[({roots[0]!r}, {container!r})])"),
-            )
+            owners = f"{listed(map(repr, roots), 4, separator=' or ')}, of which {changed[0]!r} is changed"
+            message = f"the optimizer's leaves below {container!r} may belong to the parameters below {owners}"
+            fix = Fix(f"say whose they are: FollowOptimizer(…, roots=[({roots[0]!r}, {container!r})])")
+            diagnostics.problem("optimizer", None, message, fix)
 
 
 class _OptimizerMover:
@@ -304,9 +301,8 @@ class _OptimizerMover:
         """Adds slots to a state; a taken name is a problem."""
         for name, value in leaves.items():
             if name in result:
-                self._diagnostics.problem(
-                    "optimizer", name, f"a leaf of the optimizer and another leaf both become {name!r}", _GIVE_ROOTS
-                )
+                message = f"a leaf of the optimizer and another leaf both become {name!r}"
+                self._diagnostics.problem("optimizer", name, message, _GIVE_ROOTS)
             result[name] = value
 
     def with_counts(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -320,14 +316,12 @@ class _OptimizerMover:
         """Records warnings and problems of the whole run."""
         homeless = {slot: param for slot, param in self._homeless.items() if slot not in self._followed}
         if homeless:
-            names = list(dict.fromkeys(homeless.values()))
-            self._diagnostics.problem(
-                "optimizer",
-                None,
+            became = listed(map(repr, dict.fromkeys(homeless.values())), 3)
+            message = (
                 f"{leaves_text(len(homeless))} of the optimizer have no parameter under these names: their parameters "
-                f"became {listed(map(repr, names), 3)}, below none of the roots",
-                _GIVE_ROOTS,
+                f"became {became}, below none of the roots"
             )
+            self._diagnostics.problem("optimizer", None, message, _GIVE_ROOTS)
         for reason, names in self._reset.items():
             count = f"{len(names)} optimizer leaves are" if len(names) > 1 else "one optimizer leaf is"
             text = f"FollowOptimizer: {count} reset ({reason}): {listed(map(repr, names), 1)}"
