@@ -17,8 +17,9 @@ import jax
 
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
-from orbax_t5x.lazy import Box, Leaf, Verify, View
+from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.lazy.box import full_box
+from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.targets import Target, TargetLeaf

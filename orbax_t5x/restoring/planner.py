@@ -15,8 +15,9 @@ from typing import Any
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
-from orbax_t5x.lazy import Leaf, counting_reads
+from orbax_t5x.lazy import Leaf
 from orbax_t5x.lazy.node import LeafNode
+from orbax_t5x.lazy.read_stats import counting_reads
 from orbax_t5x.provenance.question import Decision, LeadsToTarget
 from orbax_t5x.provenance.records import Lineage
 from orbax_t5x.restoring.matching import Matcher

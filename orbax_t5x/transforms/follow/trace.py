@@ -14,26 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.lazy import (
-    AffineFunction,
-    CastNode,
-    JoinNode,
-    Leaf,
-    LeafNode,
-    MappedNode,
-    Node,
-    ReadStats,
-    Request,
-    SplitNode,
-    StridedNode,
-    View,
-    as_view,
-    broadcast_to,
-    repeat,
-)
+from orbax_t5x.lazy import AffineFunction, Leaf, ReadStats, Request, View, as_view, broadcast_to, repeat
 from orbax_t5x.lazy.assemble import ConcatNode, PadNode, StackNode
-from orbax_t5x.lazy.combine import AllEqualNode, AverageNode, LowRankNode, ScaledNode
-from orbax_t5x.lazy.several import add_low_rank, all_equal, average, concatenate, pad, stack
+from orbax_t5x.lazy.cast import CastNode, MappedNode
+from orbax_t5x.lazy.node import LeafNode, Node
+from orbax_t5x.lazy.several import (
+    AllEqualNode,
+    AverageNode,
+    LowRankNode,
+    ScaledNode,
+    add_low_rank,
+    all_equal,
+    average,
+    concatenate,
+    pad,
+    stack,
+)
+from orbax_t5x.lazy.strided import JoinNode, SplitNode, StridedNode
 
 KeptDims = frozenset[int]
 """The dimensions of an array that were not averaged away."""
