@@ -3,8 +3,8 @@
 They are made during the save, and compared while boxes of any shape are read. A checksum is the crc32c of a box's
 elements in row-major order, as they are in memory on a little-endian machine, whatever the chunks and the compression
 of the stored array. What a reader compares are byte ranges of the boxes laid end to end (`ChecksummedRange`): reads
-that together cover a box, by one process or by several, verify it. Everything here works on arrays in memory, a block
-at a time; nothing is read.
+that together cover a box, by one process or by several, verify it. Everything but `BoxChecksums` works on arrays in
+memory, a block at a time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,26 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orbax_t5x.concurrency import reader_pool, run_in_pool
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32C
+from orbax_t5x.files.interface import Snapshot
+from orbax_t5x.files.memory import empty_array
 from orbax_t5x.lazy.box import Box, box_shape, box_size, intersect, slices_within, union_size
-from orbax_t5x.lazy.leaf import Request
-from orbax_t5x.lazy.read_stats import ChecksummedRange
+from orbax_t5x.lazy.leaf import Checksums, Leaf, Request
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_runs import byte_strides
 from orbax_t5x.readers.ranges.coverage import cover
 from orbax_t5x.readers.ranges.scatter import LOW_BITS
+from orbax_t5x.readers.tiling import box_text
 
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.
 _BLOCK_BYTES = 1 << 20
 # Of a box that is read in part, a process sends the others what its columns add to the checksum, in 48 bytes for each
 # index of the dimensions before the last two that matter. A box with more of them stays unverified.
 _MAX_ROWS = 1 << 14
+# What `verify="full"` reads at a time only for checksums, where a row of chunks is not larger.
+_VERIFY_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,3 +225,51 @@ def _row_crcs(rows: np.ndarray) -> np.ndarray:
     for block in _blocks(rows):
         crcs += [CRC32C.extend(0, row) for row in _canonical(block).reshape(-1).view(np.uint8).reshape(-1, row_bytes)]
     return np.asarray(crcs, np.uint32)
+
+
+class BoxChecksums(Checksums):
+    """Checksums of boxes that tile an array."""
+
+    def __init__(self, leaf: Leaf, sums: BoxSums, files: Snapshot):
+        self._leaf, self._sums, self._files = leaf, sums, files
+
+    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
+        sums = self._sums
+        found = compare_box_sums(ranges, sums)
+        if found.mismatch is not None:
+            raise await run_in_pool(reader_pool(), self._damage, found.mismatch)
+        if found.uncovered and stats.verify == "full":
+            for number in found.uncovered:
+                crc = await self._read_crc(sums.boxes[number], stats)
+                if crc != sums.crcs[number]:
+                    raise await run_in_pool(reader_pool(), self._damage, Mismatch(number, crc))
+            return True
+        return not found.uncovered
+
+    async def _read_crc(self, box: Box, stats: ReadStats) -> int:
+        """Reads a box for its checksum only, by rows of chunks."""
+        leaf, crc = self._leaf, 0
+        rows = leaf.chunks[0] if leaf.chunks else 1
+        reading = ReadStats("off")
+        reading.decoding = stats.decoding
+        for rows_box in row_boxes(box, leaf.dtype.itemsize, _VERIFY_BYTES, rows):
+            out = empty_array(box_shape(rows_box), leaf.dtype)
+            await leaf.read_into([Request(rows_box, out)], reading)
+            crc = await run_in_pool(reader_pool(), array_crc, out, crc)
+        stats.count(reading.bytes_read)
+        return crc
+
+    def _damage(self, mismatch: Mismatch) -> CheckpointError:
+        """Returns the error of a wrong checksum."""
+        leaf = self._leaf
+        try:
+            self._files.check_unchanged(ReadStats(), leaf=leaf.name)
+        except CheckpointError as error:
+            return error
+        box = box_text(self._sums.boxes[mismatch.number]) if leaf.shape else "its value"
+        stored = self._sums.crcs[mismatch.number]
+        if mismatch.crc is None:
+            message = f"{box} gave different values when read twice; the files are changing"
+        else:
+            message = f"{box} has the crc32c {mismatch.crc:#010x}, stored is {stored:#010x}; the data are damaged"
+        return CorruptCheckpointError(message, path=leaf.path, leaf=leaf.name)

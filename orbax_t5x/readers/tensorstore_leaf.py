@@ -13,33 +13,36 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorstore as ts
 
+from orbax_t5x import on_demand
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
 from orbax_t5x.files.interface import Files, Snapshot
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.memory import UNCHECKED_BYTES, empty_array, naming_memory_errors, require_memory
-from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices
+from orbax_t5x.lazy.box import Box, box_size, box_slices
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.array_kind import ArrayKind
-from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare_box_sums, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import StoredChunks, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY, typed_error
-from orbax_t5x.readers.tiling import box_text
 
+if TYPE_CHECKING:
+    from orbax_t5x.readers.box_sums import BoxSums
+
+# Of checkpoints with checksums only.
+_box_checksums: Callable[..., Checksums] = on_demand.function("orbax_t5x.readers.box_sums", "BoxChecksums")
+_sums_of: Callable[..., Iterator[ChecksummedRange]] = on_demand.function("orbax_t5x.readers.box_sums", "sums_of")
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
 _DECODING_COPIES = 1.25
 # A shard of zarr v3 begins or ends with two numbers of eight bytes for each of its chunks, which are read whole.
 _SHARD_INDEX_BYTES = 16
-# What `verify="full"` reads at a time only for checksums, where a row of chunks is not larger.
-_VERIFY_BYTES = 32 << 20
 
 
 class TensorStoreLeaf(Leaf):
@@ -113,7 +116,7 @@ class TensorStoreLeaf(Leaf):
     def checksums(self) -> Checksums | None:
         if isinstance(self._sums, CheckpointError):
             return UnusableChecksums(self.name, self._sums)
-        return None if self._sums is None else _BoxChecksums(self, self._sums, self._files)
+        return None if self._sums is None else _box_checksums(self, self._sums, self._files)
 
     @property
     def chunk_checksum(self) -> str | None:
@@ -127,7 +130,7 @@ class TensorStoreLeaf(Leaf):
         return array
 
     def _usable(self, sums: BoxSums | CheckpointError) -> BoxSums | CheckpointError:
-        if not isinstance(sums, BoxSums) or (sums.shape, sums.dtype) == (self.shape, self.dtype.name):
+        if isinstance(sums, CheckpointError) or (sums.shape, sums.dtype) == (self.shape, self.dtype.name):
             return sums
         return CorruptCheckpointError(
             f"its checksums are of another array: {sums.dtype}{list(sums.shape)}, and this one is "
@@ -196,15 +199,15 @@ class TensorStoreLeaf(Leaf):
         for out, buffer in copies:
             out[...] = buffer
         stats.count(self.bytes_of(tuple(first)))
-        if isinstance(self._sums, BoxSums) and stats.verify != "off":
+        if self._sums is not None and stats.verify != "off":
             await run_in_pool(reader_pool(), self._add_sums, requests, stats)
 
     def _typed(self, error: Exception) -> CheckpointError:
         return typed_error(error, path=self.path, leaf=self.name, doing="reading it", is_remote=self.is_remote)
 
     def _add_sums(self, reads: Sequence[Request], stats: ReadStats) -> None:
-        if isinstance(self._sums, BoxSums) and stats.verify != "off":
-            for one in sums_of([read for read in reads if read.out.size], self._sums):
+        if self._sums is not None and not isinstance(self._sums, CheckpointError) and stats.verify != "off":
+            for one in _sums_of([read for read in reads if read.out.size], self._sums):
                 stats.add_range(self, one)
 
     async def _fill(self, requests: Sequence[Request], chunks: StoredChunks, stats: ReadStats) -> Sequence[Request]:
@@ -278,54 +281,6 @@ class TensorStoreLeaf(Leaf):
 
     def __repr__(self) -> str:
         return f"<TensorStoreLeaf {self.name!r}: {self.dtype}{list(self.shape)}>"
-
-
-class _BoxChecksums(Checksums):
-    """Checksums of boxes that tile an array."""
-
-    def __init__(self, leaf: TensorStoreLeaf, sums: BoxSums, files: Snapshot):
-        self._leaf, self._sums, self._files = leaf, sums, files
-
-    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
-        sums = self._sums
-        found = compare_box_sums(ranges, sums)
-        if found.mismatch is not None:
-            raise await run_in_pool(reader_pool(), self._damage, found.mismatch)
-        if found.uncovered and stats.verify == "full":
-            for number in found.uncovered:
-                crc = await self._read_crc(sums.boxes[number], stats)
-                if crc != sums.crcs[number]:
-                    raise await run_in_pool(reader_pool(), self._damage, Mismatch(number, crc))
-            return True
-        return not found.uncovered
-
-    async def _read_crc(self, box: Box, stats: ReadStats) -> int:
-        """Reads a box for its checksum only, by rows of chunks."""
-        leaf, crc = self._leaf, 0
-        rows = leaf.chunks[0] if leaf.chunks else 1
-        reading = ReadStats("off")
-        reading.decoding = stats.decoding
-        for rows_box in row_boxes(box, leaf.dtype.itemsize, _VERIFY_BYTES, rows):
-            out = empty_array(box_shape(rows_box), leaf.dtype)
-            await leaf.read_into([Request(rows_box, out)], reading)
-            crc = await run_in_pool(reader_pool(), array_crc, out, crc)
-        stats.count(reading.bytes_read)
-        return crc
-
-    def _damage(self, mismatch: Mismatch) -> CheckpointError:
-        """Returns the error of a wrong checksum."""
-        leaf = self._leaf
-        try:
-            self._files.check_unchanged(ReadStats(), leaf=leaf.name)
-        except CheckpointError as error:
-            return error
-        box = box_text(self._sums.boxes[mismatch.number]) if leaf.shape else "its value"
-        stored = self._sums.crcs[mismatch.number]
-        if mismatch.crc is None:
-            message = f"{box} gave different values when read twice; the files are changing"
-        else:
-            message = f"{box} has the crc32c {mismatch.crc:#010x}, stored is {stored:#010x}; the data are damaged"
-        return CorruptCheckpointError(message, path=leaf.path, leaf=leaf.name)
 
 
 async def _names_of(array: ts.TensorStore) -> list[str]:

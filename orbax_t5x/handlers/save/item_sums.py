@@ -19,7 +19,8 @@ from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.multihost.coordination import gathered, send
 from orbax_t5x.readers.box_sums import BoxSums
-from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, MAX_TILING_STEPS, encode_checksums, parse_checksums
+from orbax_t5x.readers.orbax.checksums import MAX_TILING_STEPS, encode_checksums, parse_checksums
+from orbax_t5x.readers.orbax.metadata import CHECKSUMS_FILE
 from orbax_t5x.readers.tiling import check_tiling
 
 

@@ -15,9 +15,9 @@ import jax
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsafeCheckpointError
 from orbax_t5x.files.paths import split_name
-from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
 from orbax_t5x.readers.orbax.metadata import (
     ARRAY_METADATAS,
+    CHECKSUMS_FILE,
     METADATA_FILE,
     STRINGS_FILE,
     array_key,

@@ -24,7 +24,6 @@ from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
-from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata, array_key, inside
 from orbax_t5x.readers.small_arrays import chunked_leaf
 from orbax_t5x.readers.tensorstore_specs import TensorStoreValues, array_spec, typed_error
@@ -60,7 +59,7 @@ class ItemArrays:
     database: Snapshot | None
     metadata: ItemMetadata
     prng_impls: Mapping[str, str]
-    sums: ItemSums
+    sums: Mapping[str, Any]
     values: OcdbtValues | TensorStoreValues | None
     context: ts.Context
     limits: Limits
@@ -107,7 +106,7 @@ class ItemArrays:
                 None if self.kvstore is None else functools.partial(self._spec, self.kvstore, named),
                 root=self.root,
                 prng_impl=self.prng_impls.get(named.node.param),
-                sums=self.sums.of(named.node.param),
+                sums=self.sums.get(named.node.param),
                 inline_bytes=0 if self.database is None else _INLINE_BYTES,
                 files=files,
                 limits=self.limits,

@@ -35,7 +35,6 @@ from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.tiling import check_tiling
 from orbax_t5x.text.wording import listed
 
-CHECKSUMS_FILE = "_CHECKSUMS.json"
 STRING = "string"
 """The dtype of strings, which Orbax stores in a file of their own."""
 _VERSION = 1
@@ -48,37 +47,25 @@ _MAX_CRC = (1 << 32) - 1
 MAX_TILING_STEPS = 20_000_000
 
 
-class ItemSums:
-    """The checksums of an item, or why they are unusable."""
-
-    def __init__(self, leaves: Mapping[str, BoxSums], error: CheckpointError | None = None):
-        self._leaves = leaves
-        self._error = error
-
-    def of(self, param: str) -> BoxSums | CheckpointError | None:
-        """Returns a leaf's checksums by its stored key, or None."""
-        return self._error or self._leaves.get(param)
-
-
-NO_SUMS = ItemSums({})
-
-
-def read_item_sums(root: Files, name: str, params: Sequence[str], limits: Limits) -> ItemSums:
-    """Reads the checksums of an item."""
+def read_item_sums(
+    root: Files, name: str, params: Sequence[str], limits: Limits
+) -> Mapping[str, BoxSums | CheckpointError]:
+    """Reads the checksums of an item's leaves, or why they are unusable."""
+    path = root.join(name)
     try:
-        leaves = read_checksums(root, name, limits)
+        leaves = parse_checksums(root.read_whole(name, limit=limits.index_bytes), path, limits)
     except CheckpointIOError:
         raise
     except CheckpointError as error:
-        return ItemSums({}, error)
+        return dict.fromkeys(params, error)
     unknown = sorted(leaves.keys() - set(params))
     if not unknown:
-        return ItemSums(leaves)
+        return leaves
     others = sorted(set(params) - leaves.keys())
     message = f"the checksums are of another tree: they name {_listed(unknown)}, which this item lacks"
     if others:
         message += f"; the item has {_listed(others)}, which they lack"
-    return ItemSums({}, CorruptCheckpointError(message, path=root.join(name)))
+    return dict.fromkeys(params, CorruptCheckpointError(message, path=path))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -101,11 +88,6 @@ def encode_checksums(leaves: Mapping[str, BoxSums]) -> bytes:
 
 def _compact(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def read_checksums(root: Files, name: str, limits: Limits) -> dict[str, BoxSums]:
-    """Reads and checks the file; errors name it."""
-    return parse_checksums(root.read_whole(name, limit=limits.index_bytes), root.join(name), limits)
 
 
 def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = True) -> dict[str, BoxSums]:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orbax_t5x.files.interface import Files, Snapshot
-from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
-from orbax_t5x.readers.orbax.metadata import ARRAY_METADATAS, STRINGS_FILE, inside
+from orbax_t5x.readers.orbax.metadata import ARRAY_METADATAS, CHECKSUMS_FILE, STRINGS_FILE, inside
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
 
 # Files of an OCDBT database: its manifest, its tables, and those of single processes.

@@ -29,6 +29,7 @@ from orbax_t5x.files.places import files_at
 from orbax_t5x.files.strict_json import charge_parsed, parse_object
 
 STRINGS_FILE = "_strings.json"
+CHECKSUMS_FILE = "_CHECKSUMS.json"
 ARRAY_METADATAS = "array_metadatas"
 
 

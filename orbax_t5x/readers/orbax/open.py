@@ -39,12 +39,11 @@ from orbax_t5x.readers.detect import is_file, subdirectories
 from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
-from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
 from orbax_t5x.readers.orbax.item_files import database_files, find_item_files, stat_ahead
 from orbax_t5x.readers.orbax.metadata import (
+    CHECKSUMS_FILE,
     METADATA_FILE,
     UNTYPED,
-    ItemMetadata,
     inside,
     read_item_metadata,
     read_prng_impls,
@@ -72,6 +71,8 @@ from orbax_t5x.readers.tensorstore_specs import TensorStoreValues, make_context
 from orbax_t5x.trees.dtypes import kind_of
 
 _aggregate = on_demand.function("orbax_t5x.readers.orbax.aggregate", "Aggregate")  # checkpoints of old Orbax only
+# Of items with checksums only.
+_read_item_sums = on_demand.function("orbax_t5x.readers.orbax.checksums", "read_item_sums")
 _string_leaf = on_demand.function("orbax_t5x.readers.string_leaf", "StringLeaf")  # checkpoints with strings only
 
 # Stands for dtypes of leaves that are no arrays of numbers.
@@ -304,7 +305,10 @@ class _OrbaxOpening:
         # The first versions told strings by their file alone.
         texts = [node.param for node in metadata.nodes if node.value_type in ("string", UNTYPED)]
         strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
-        sums = self._read_sums(item, metadata) if files.checksums else NO_SUMS
+        sums: Mapping[str, Any] = {}
+        if files.checksums:
+            params = [node.param for node in metadata.nodes if not node.is_empty]
+            sums = _read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params, self._limits)
         self._sequences.update(prefix + name if name else prefix.rstrip("/") for name in metadata.sequences)
         arrays = []
         for node in metadata.nodes:
@@ -331,10 +335,6 @@ class _OrbaxOpening:
             "prng_impls": {node.name: impls[node.param] for node in metadata.nodes if node.param in impls},
         }
 
-    def _read_sums(self, item: str, metadata: ItemMetadata) -> ItemSums:
-        params = [node.param for node in metadata.nodes if not node.is_empty]
-        return read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params, self._limits)
-
     def _aggregate(self, item: str) -> Any:
         """Opens an early Orbax item's msgpack file once."""
         if item not in self._aggregates:
@@ -352,12 +352,12 @@ class _OrbaxOpening:
         except CheckpointError as error:
             self._leaves[named.name] = BrokenLeaf(named.name, error)
 
-    def _add_string(self, named: NamedNode, strings: Mapping[str, bytes], directory: str, sums: ItemSums) -> None:
+    def _add_string(self, named: NamedNode, strings: Mapping[str, bytes], directory: str, sums: Any) -> None:
         if named.node.param not in strings:
             error = CorruptCheckpointError("the string is missing in _strings.json")
             self._leaves[named.name] = BrokenLeaf(named.name, error, directory)
             return
-        value, own = strings[named.node.param], sums.of(named.node.param)
+        value, own = strings[named.node.param], sums.get(named.node.param)
         self._leaves[named.name] = _string_leaf(named.name, directory, value, self._root, own)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:

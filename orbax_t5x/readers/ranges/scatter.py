@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,9 @@ import numpy as np
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.files.memory import strided
 from orbax_t5x.lazy.leaf import Request
-from orbax_t5x.readers.ranges.byte_runs import Window
+
+if TYPE_CHECKING:
+    from orbax_t5x.readers.ranges.byte_runs import Window
 
 # Values are stored one to a byte; the bits above theirs are padding.
 LOW_BITS = {

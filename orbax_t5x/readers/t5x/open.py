@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -39,7 +40,6 @@ from orbax_t5x.readers.flax_msgpack.leaves import is_early_item, is_empty, msgpa
 from orbax_t5x.readers.flax_msgpack.open import StateFile, open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.leaves import BrokenLeaf
-from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, newest_directory, newest_first, step_of_name
 from orbax_t5x.readers.small_arrays import chunked_leaf
 from orbax_t5x.readers.t5x.specs import (
@@ -53,6 +53,8 @@ from orbax_t5x.readers.t5x.specs import (
 )
 from orbax_t5x.readers.tensorstore_specs import array_spec, make_context, typed_error
 
+# Of items that early Orbax wrote only.
+_open_orbax: Callable[..., Checkpoint] = on_demand.function("orbax_t5x.readers.orbax.open", "open_orbax")
 # The newest version whose uint16 arrays are the bits of bfloat16; later ones store bfloat16 as itself.
 _LAST_UINT16_VERSION = 2
 _UINT16 = "<u2"
@@ -185,7 +187,7 @@ def _open(path: str, root: Files, name: str, step: int | None, limits: Limits) -
     version, tree = _tree_of(opened)
     if version == 0 and name == MSGPACK_FILE and is_early_item(opened.tree):
         opened.files.close()
-        return open_orbax(root.path, limits=limits)
+        return _open_orbax(root.path, limits=limits)
     nodes = list(named_nodes(tree, opened.file, limits, is_spec))
     specs = [node for _, node in nodes if isinstance(node, dict) and is_spec(node)]
     arrays = ZarrArrays(root, opened.file.path, version, limits) if specs else None

@@ -14,7 +14,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.handlers.type_handlers.checksums import written_boxes
-from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
+from orbax_t5x.readers.orbax.metadata import CHECKSUMS_FILE
 from tests.support.saving import save
 
 LAYOUTS = {

@@ -13,7 +13,7 @@ import tensorstore as ts
 import orbax_t5x as ot
 from orbax_t5x.cli.main import main
 from orbax_t5x.errors import CheckpointNotFoundError
-from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
+from orbax_t5x.readers.orbax.metadata import CHECKSUMS_FILE
 from tests.support.saving import save
 
 GOLDENS = Path(__file__).parents[2] / "goldens"

@@ -10,7 +10,8 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, encode_checksums, parse_checksums
+from orbax_t5x.readers.orbax.checksums import encode_checksums, parse_checksums
+from orbax_t5x.readers.orbax.metadata import CHECKSUMS_FILE
 from tests.support.saving import save
 
 
