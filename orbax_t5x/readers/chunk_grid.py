@@ -17,22 +17,6 @@ from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.lazy.box import Box, box_slices, intersect, shift, union_size
 from orbax_t5x.lazy.leaf import Request
 
-# Boxes of one request that are awaited one by one; more would cost more than they show.
-_MAX_BOXES = 4096
-
-
-def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
-    """Cuts a box at the borders of chunks."""
-    cuts: list[list[tuple[int, int]]] = [[side] for side in box]
-    count = 1
-    for dimension, (side, size) in enumerate(zip(box, chunks, strict=False)):
-        cuts[dimension] = _cuts(side, size)
-        count *= len(cuts[dimension])
-        if count > _MAX_BOXES:
-            cuts[dimension] = [side]
-            break
-    yield from itertools.product(*cuts)
-
 
 def count_chunks(boxes: Iterable[Box], chunks: Sequence[int]) -> int:
     """Counts the chunks that boxes overlap together."""

@@ -1,8 +1,11 @@
-"""The arrays of an Orbax item, opened many at a time.
+"""The files and the arrays of an Orbax item.
 
-Each becomes a leaf, or a broken leaf with its error. Opening gives shape and dtype and reads some hundred bytes per
-array. Before TensorStore sees an array, the files that hold it (its own directory, or the database of the whole item)
-are proven plain and remembered, so that a later read notices when they have changed.
+A local item is listed, and what TensorStore will open is proven to be plain files inside the root. Of a remote one the
+files that Orbax may have written are statted: web servers list nothing, and a list of a bucket names every chunk.
+
+Each array becomes a leaf, or a broken leaf with its error. Opening gives shape and dtype and reads some hundred bytes
+per array. Before TensorStore sees an array, the files that hold it (its own directory, or the database of the whole
+item) are proven plain and remembered, so that a later read notices when they have changed.
 """
 
 from __future__ import annotations
@@ -24,9 +27,86 @@ from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
-from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata, array_key, inside
+from orbax_t5x.readers.orbax.metadata import (
+    ARRAY_METADATAS,
+    CHECKSUMS_FILE,
+    STRINGS_FILE,
+    ItemMetadata,
+    NodeMetadata,
+    array_key,
+    inside,
+)
+from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
 from orbax_t5x.readers.small_arrays import chunked_leaf
 from orbax_t5x.readers.tensorstore_specs import TensorStoreValues, array_spec, typed_error
+
+# Files of an OCDBT database: its manifest, its tables, and those of single processes.
+_DATABASE = frozenset({MANIFEST_FILE, "d"})
+# Each process of a save writes one file of metadata; so many are requested at once.
+_METADATA_FILES_AT_ONCE = 16
+
+
+class ItemFiles(NamedTuple):
+    """Files and subdirectories of an item."""
+
+    manifest: bool
+    strings: bool
+    checksums: bool
+    array_metadatas: Sequence[str]
+    database: Sequence[str]
+
+
+def find_item_files(store: Files, item: str) -> ItemFiles:
+    """Finds the files of an item."""
+    if store.is_remote:
+        return _find_remote(store, item)
+    entries = store.entries(item)
+    metadatas: list[str] = []
+    if ARRAY_METADATAS in entries:
+        inner = inside(item, ARRAY_METADATAS)
+        store.require_plain(inner)
+        metadatas = sorted(store.entries(inner))
+    return ItemFiles(
+        manifest=MANIFEST_FILE in entries and store.has_file(inside(item, MANIFEST_FILE)),
+        strings=STRINGS_FILE in entries,
+        checksums=CHECKSUMS_FILE in entries,
+        array_metadatas=metadatas,
+        database=sorted(name for name in entries if name in _DATABASE or name.startswith(PROCESS_PREFIX)),
+    )
+
+
+def stat_ahead(files: Files, beside: str) -> None:
+    """Stats the files of a remote item in a batch."""
+    if files.is_remote:
+        files.stat_ahead(_first_names(), beside=[beside])
+
+
+def _first_names() -> list[str]:
+    return [MANIFEST_FILE, STRINGS_FILE, CHECKSUMS_FILE, *_metadata_names(0)]
+
+
+def _find_remote(store: Files, item: str) -> ItemFiles:
+    manifest, strings, checksums, *found = store.has_files([inside(item, name) for name in _first_names()])
+    metadatas: list[str] = []
+    while True:
+        names = _metadata_names(len(metadatas))
+        count = found.index(False) if False in found else len(found)
+        metadatas += [name.partition("/")[2] for name in names[:count]]
+        if count < len(names):
+            break
+        found = store.has_files([inside(item, name) for name in _metadata_names(len(metadatas))])
+    return ItemFiles(manifest, strings, checksums, metadatas, [MANIFEST_FILE])
+
+
+def _metadata_names(first: int) -> list[str]:
+    return [f"{ARRAY_METADATAS}/process_{number}" for number in range(first, first + _METADATA_FILES_AT_ONCE)]
+
+
+def database_files(store: Files, item: str, found: ItemFiles) -> Snapshot:
+    """Returns the files of an item's database."""
+    store.require_plain(item)
+    return Snapshot(store, [inside(item, name) for name in found.database], inside(item, MANIFEST_FILE))
+
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
 _OPENING_AT_ONCE = 4096

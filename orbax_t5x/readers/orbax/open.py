@@ -38,8 +38,7 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect import is_file, subdirectories
 from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
-from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
-from orbax_t5x.readers.orbax.item_files import database_files, find_item_files, stat_ahead
+from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode, database_files, find_item_files, stat_ahead
 from orbax_t5x.readers.orbax.metadata import (
     CHECKSUMS_FILE,
     METADATA_FILE,

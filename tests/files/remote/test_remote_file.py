@@ -11,7 +11,6 @@ from orbax_t5x.extras.web import web_server
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, opening
 from orbax_t5x.files.remote import remote_file, server
-from orbax_t5x.readers.chunk_grid import chunk_boxes
 from tests.support.http_store import serving
 
 DATA = np.random.default_rng(1).bytes(5 << 20)
@@ -161,19 +160,3 @@ def test_a_box_costs_its_own_bytes(tmp_path):
         running.forget()
         np.testing.assert_array_equal(checkpoint.leaves["w"][:4, 1000:].get(), w[:4, 1000:])
         assert running.bytes_sent <= 4 * 4096 + 4096
-
-
-@given(st.data())
-def test_boxes_are_cut_at_the_borders_of_chunks(data):
-    """The pieces tile the box, and none of them reaches over the border of a chunk."""
-    rank = data.draw(st.integers(0, 3))
-    chunks = [data.draw(st.integers(1, 5)) for _ in range(rank)]
-    sides = [sorted(data.draw(st.tuples(st.integers(0, 20), st.integers(0, 20)))) for _ in range(rank)]
-    box = tuple((low, high + 1) for low, high in sides)
-    seen = np.zeros([22] * rank, int)
-    for piece in chunk_boxes(box, chunks):
-        seen[tuple(slice(*side) for side in piece)] += 1
-        assert all(low // size == (high - 1) // size for (low, high), size in zip(piece, chunks, strict=True))
-    wanted = np.zeros_like(seen)
-    wanted[tuple(slice(*side) for side in box)] = 1
-    np.testing.assert_array_equal(seen, wanted)
