@@ -209,6 +209,11 @@ class ZipLeaf(RangeLeaf):
         for one in (self._head, *outcome.ranges) if outcome.ranges and self._head.stop else outcome.ranges:
             stats.add_range(self, one)
 
+    @property
+    def is_found(self) -> bool:
+        """True once the member's first byte is known."""
+        return self._start is not None
+
     def start(self) -> int:
         """Finds the member's first byte, once."""
         if self._start is None:
@@ -231,5 +236,8 @@ class _MemberChecksum(Checksums):
         self._leaf, self._crc = leaf, crc
 
     async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
-        stored = await run_in_pool(reader_pool(), self._leaf.member)
+        if self._leaf.is_found:  # waking a thread for each of many leaves costs more than their sums
+            stored = self._leaf.member()
+        else:
+            stored = await run_in_pool(reader_pool(), self._leaf.member)
         return await RangeChecksums(self._leaf, [(stored, self._crc)], CRC32).verify(stats, ranges)
