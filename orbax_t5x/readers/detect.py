@@ -20,14 +20,13 @@ from importlib.resources.abc import Traversable
 from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError, for_caller
 from orbax_t5x.files.interface import Files, Subdirectories
 from orbax_t5x.files.places import files_at, scheme_of
-from orbax_t5x.readers.format_table import Format, Mark
+from orbax_t5x.readers.format_table import BUNDLE_STATE, MSGPACK_MAP, SSTABLE_TAIL, Format, Mark
 from orbax_t5x.text.masked import masked
 
 # Enough for every magic number, and for the first keys of a msgpack map.
 _HEAD_BYTES = 256
 # The last bytes of an SSTable are its magic number, those of an old T5X file its version.
 _TAIL_BYTES = 16
-_SSTABLE_MAGIC = bytes.fromhex("57fb808b247547db")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,22 +92,17 @@ def _probe(files: Files, path: str, name: str) -> PathProbe:
 
 def is_sstable(probe: PathProbe) -> bool:
     """Tests if a file ends as an SSTable does."""
-    return probe.kind == "file" and probe.tail.endswith(_SSTABLE_MAGIC)
+    return probe.kind == "file" and re.fullmatch(SSTABLE_TAIL, probe.tail, re.DOTALL) is not None
 
 
 def is_bundle_state(probe: PathProbe) -> bool:
     """Tests if a file is TensorFlow's record of the newest bundle."""
-    return probe.kind == "file" and b"model_checkpoint_path:" in probe.head
+    return probe.kind == "file" and re.match(BUNDLE_STATE, probe.head, re.DOTALL) is not None
 
 
 def is_msgpack_map(probe: PathProbe) -> bool:
     """Tests if a file begins with a msgpack map of text keys."""
-    if probe.kind != "file" or len(probe.head) < 2:
-        return False
-    first = probe.head[0]
-    size = 1 if 0x81 <= first <= 0x8F else {0xDE: 3, 0xDF: 5}.get(first, 0)
-    key = probe.head[size] if 0 < size < len(probe.head) else 0
-    return 0xA0 <= key <= 0xBF or key in (0xD9, 0xDA)
+    return probe.kind == "file" and re.match(MSGPACK_MAP, probe.head, re.DOTALL) is not None
 
 
 _SPECIAL = frozenset("*?[")

@@ -136,9 +136,9 @@ class Format:
 
 _SHARD = f"*.data-{'[0-9]' * 5}-of-{'[0-9]' * 5}"
 # The text in which TensorFlow names the newest bundle of a directory.
-_STATE = rb".*?model_checkpoint_path:"
-_STATE_PATH = _STATE + rb"[ \t]*(?P<quote>[\"'])(?P<path>[^\"'\\\n]+)(?P=quote)"
-_SSTABLE_TAIL = rb".*\x57\xfb\x80\x8b\x24\x75\x47\xdb"
+BUNDLE_STATE = rb".*?model_checkpoint_path:"
+_STATE_PATH = BUNDLE_STATE + rb"[ \t]*(?P<quote>[\"'])(?P<path>[^\"'\\\n]+)(?P=quote)"
+SSTABLE_TAIL = rb".*\x57\xfb\x80\x8b\x24\x75\x47\xdb"
 # T5X keeps the iterator of each host's training data in a step; it is a bundle.
 _ITERATOR = "train_ds-*-of-*"
 # A map of the key `version`, a small number, and the key `optimizer`; that number at the end; a train state's parts.
@@ -146,24 +146,24 @@ _T5X_HEAD = rb"[\x82-\x8f]\xa7version[\x00-\x7f]\xa9optimizer"
 _OLD_T5X_HEAD, _OLD_T5X_TAIL = rb"\x82\xa9optimizer", rb".*\xa7version[\x00-\x7f]"
 _TRAIN_STATE = rb"[\x81-\x83](?:\xa6target|\xa5state|\xadflax_mutables)"
 # A map with text keys.
-_MSGPACK = rb"(?:[\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9\xda]"
-_OTHER_MSGPACK = rb"(?!" + rb"|".join((_T5X_HEAD, _OLD_T5X_HEAD, _TRAIN_STATE)) + rb")" + _MSGPACK
+MSGPACK_MAP = rb"(?:[\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9\xda]"
+_OTHER_MSGPACK = rb"(?!" + rb"|".join((_T5X_HEAD, _OLD_T5X_HEAD, _TRAIN_STATE)) + rb")" + MSGPACK_MAP
 # The length of the header, of less than 4 GiB, and its first brace.
 _SAFETENSORS = rb"(?![\x00\x01]\x00\x00\x00).{4}\x00{4}\{"
 _ZIP = rb"PK(?:\x03\x04|\x05\x06)"
 _ZIP_MEMBER = rb"PK\x03\x04.{22}"
 # How a file of PyTorch before 1.6 begins: a pickle of its magic number.
-_OLD_TORCH = rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\."
+OLD_TORCH = rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\."
 
 TF_BUNDLE = Format(
     "tf_bundle",
     "orbax_t5x.readers.tf_bundle.open:open_tf_bundle",
-    files=[Mark("*.index"), Mark(_SHARD), Mark(head=_STATE), Mark(beside="{name}.index", weight="hint")],
+    files=[Mark("*.index"), Mark(_SHARD), Mark(head=BUNDLE_STATE), Mark(beside="{name}.index", weight="hint")],
     directory=[
         Mark("checkpoint", head=_STATE_PATH, suffix_of_path=".index"),
-        Mark("*.index", tail=_SSTABLE_TAIL, but=_ITERATOR),
+        Mark("*.index", tail=SSTABLE_TAIL, but=_ITERATOR),
         Mark("*.index", beside=_SHARD.replace("*", "{stem}"), but=_ITERATOR),
-        Mark("checkpoint", head=_STATE, weight="hint"),
+        Mark("checkpoint", head=BUNDLE_STATE, weight="hint"),
     ],
     sought="a TensorFlow bundle (prefix.index, prefix.data-…)",
 )
@@ -196,7 +196,7 @@ T5X = Format(
 FLAX_MSGPACK = Format(
     "flax_msgpack",
     "orbax_t5x.readers.flax_msgpack.open:open_flax_msgpack",
-    files=[Mark("*.msgpack.index.json"), Mark(head=_MSGPACK, weight="hint")],
+    files=[Mark("*.msgpack.index.json"), Mark(head=MSGPACK_MAP, weight="hint")],
     directory=[Mark("flax_model.msgpack", weight="loose"), Mark("flax_model.msgpack.index.json", weight="loose")],
     sought="a Flax msgpack file",
 )
@@ -220,7 +220,7 @@ TORCH = Format(
     "orbax_t5x.extras.torch_zip.open:open_torch",
     files=[
         Mark("*.bin.index.json"),
-        Mark(head=_OLD_TORCH),
+        Mark(head=OLD_TORCH),
         Mark(head=_ZIP_MEMBER + rb".{4}[^/\x00]+/data\.pkl"),
         *(Mark(name, head=_ZIP, weight="hint") for name in ("*.bin", "*.pt", "*.pth")),
     ],

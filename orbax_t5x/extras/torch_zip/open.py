@@ -43,14 +43,13 @@ from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import FileExtent, Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf, is_empty, named_nodes
+from orbax_t5x.readers.format_table import OLD_TORCH
 from orbax_t5x.readers.hub_files import ModelFiles, parts_of, trainer_step
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.zip_leaf import ZipLeaf, has_overlaps, last_element
 from orbax_t5x.readers.zip_members import STORED, Archive, Member
 
-# The pickle of the magic number, in protocol 2 and later ones.
-_BEGIN = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
 _BEGIN_BYTES = 32
 _VERSION = 1001
 _COUNT = struct.Struct("<q")
@@ -61,7 +60,7 @@ _LOADED_BYTES = 1 << 24
 
 def is_sequential(file: StoredFile) -> bool:
     """Reports whether a file begins as PyTorch before 1.6 wrote it."""
-    return _BEGIN.match(bytes(file.read(0, min(file.size, _BEGIN_BYTES)))) is not None
+    return re.match(OLD_TORCH, bytes(file.read(0, min(file.size, _BEGIN_BYTES))), re.DOTALL) is not None
 
 
 class SequentialFile(Archive):
