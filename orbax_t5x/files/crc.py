@@ -42,7 +42,6 @@ class Crc:
     """
 
     def __init__(self, name: str, polynomial: int, extend: Callable[[int, Any], int]):
-        """Holds a polynomial (bits reflected) and its crc function."""
         self.name: str = name
         self._polynomial = polynomial
         self.extend: Callable[[int, Any], int] = extend

@@ -133,20 +133,14 @@ class Limits:
         require_memory(nbytes, what)
 
 
-class _MetadataBudget:
-    """Rest of `Limits.metadata_bytes` in an opening."""
-
-    def __init__(self, limits: Limits):
-        self.most = self.left = limits.metadata_bytes
-
-
-_BUDGET: ContextVar[_MetadataBudget | None] = ContextVar("orbax_t5x_metadata_budget", default=None)
+# Of an opening: `Limits.metadata_bytes`, and what is left of it.
+_BUDGET: ContextVar[list[int] | None] = ContextVar("orbax_t5x_metadata_budget", default=None)
 
 
 @contextmanager
 def metadata_budget(limits: Limits) -> Generator[None, None, None]:
     """Bounds the metadata of an opening by `Limits.metadata_bytes`."""
-    token = _BUDGET.set(_MetadataBudget(limits))
+    token = _BUDGET.set([limits.metadata_bytes, limits.metadata_bytes])
     try:
         yield
     finally:
@@ -158,8 +152,8 @@ def charge_metadata(nbytes: int, path: str) -> None:
     budget = _BUDGET.get()
     if budget is None:
         return
-    budget.left -= nbytes
-    if budget.left < 0:
+    budget[1] -= nbytes
+    if budget[1] < 0:
         raise LimitExceededError(
-            f"leaves, names, texts and errors take more than Limits.metadata_bytes = {budget.most}", path=path
+            f"leaves, names, texts and errors take more than Limits.metadata_bytes = {budget[0]}", path=path
         )

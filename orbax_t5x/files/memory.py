@@ -181,13 +181,8 @@ def _array_text(shape: Sequence[int], dtype: np.dtype) -> str:
     return f"an array of {dtype.name} of shape {tuple(shape)}"
 
 
-def naming_memory_errors(path: str | None, leaf: str) -> AbstractContextManager[None]:
-    """Types errors about memory, with their file and leaf."""
-    return _NamedMemoryErrors(path or None, leaf)
-
-
-class _NamedMemoryErrors(AbstractContextManager[None]):
-    """Context of `naming_memory_errors`.
+class naming_memory_errors(AbstractContextManager[None]):
+    """Context that types errors about memory, with their file and leaf.
 
     It is a class, because it is entered for each leaf.
     """
@@ -195,7 +190,7 @@ class _NamedMemoryErrors(AbstractContextManager[None]):
     __slots__ = ("_leaf", "_path")
 
     def __init__(self, path: str | None, leaf: str):
-        self._path, self._leaf = path, leaf
+        self._path, self._leaf = path or None, leaf
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

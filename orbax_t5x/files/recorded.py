@@ -20,12 +20,8 @@ from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.local_file import File, FileIdentity, OpenFiles
 from orbax_t5x.files.paths import Descriptor
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
-from orbax_t5x.files.transcript import Transcript, Viewpoint
+from orbax_t5x.files.transcript import Transcript, Viewpoint, same
 from orbax_t5x.files.tree_checks import described_files
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _look_as_data(look: Look) -> list[Any]:
@@ -46,7 +42,7 @@ def _stat_from_data(data: list[int]) -> os.stat_result:
     return os.stat_result((mode, inode, 0, 1, 0, 0, size, 0, modified_ns // 10**9, 0), {"st_mtime_ns": modified_ns})
 
 
-def _answered(ask: Callable[..., Any], pack: Callable[[Any], Any] = _same, unpack: Callable[[Any], Any] = _same) -> Any:
+def _answered(ask: Callable[..., Any], pack: Callable[[Any], Any] = same, unpack: Callable[[Any], Any] = same) -> Any:
     """Makes a method whose answers are recorded, or were received."""
 
     @functools.wraps(ask)

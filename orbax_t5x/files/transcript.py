@@ -83,7 +83,8 @@ _LENGTH_BYTES = 8
 _ERROR, _BYTES, _VALUE = "error", "bytes", "value"
 
 
-def _same(value: Any) -> Any:
+def same(value: Any) -> Any:
+    """Packs a value that is JSON data, or unpacks it."""
     return value
 
 
@@ -120,7 +121,6 @@ class Transcript:
     """
 
     def __init__(self, viewpoint: Viewpoint | None = None):
-        """Makes an empty transcript."""
         self.viewpoint = viewpoint
         self.is_closed = False
         self._answers: dict[tuple[Any, ...], Answer] = {}
@@ -150,8 +150,8 @@ class Transcript:
         self,
         request: Sequence[Any],
         ask: Callable[[], _Result],
-        pack: Callable[[_Result], Any] = _same,
-        unpack: Callable[[Any], _Result] = _same,
+        pack: Callable[[_Result], Any] = same,
+        unpack: Callable[[Any], _Result] = same,
     ) -> _Result:
         """Returns the result of `ask`, or its received result."""
         key = tuple(request)

@@ -94,7 +94,6 @@ class StoredChunks:
     """
 
     def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...], most: int):
-        """Makes the chunks of an array."""
         self._cell = cell
         self._grid = grid
         self._most = most

@@ -36,7 +36,6 @@ class FetchedArray:
     """A chunked array, fetched chunk by chunk."""
 
     def __init__(self, kind: ArrayKind, values: Named, name: str):
-        """Takes the array's kind, and its name in a store."""
         self.kind = kind
         self.values = values
         self.name = name

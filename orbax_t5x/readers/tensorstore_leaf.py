@@ -81,7 +81,6 @@ class TensorStoreLeaf(Leaf):
         files: Snapshot,
         limits: Limits,
     ):
-        """Makes the leaf of an array; called by readers."""
         self.name: str = name
         self.path: str = path
         chunk, shard = kind.fetched if isinstance(array, FetchedArray) else kind.chunk, kind.shard

@@ -25,7 +25,7 @@ from orbax_t5x.files.paths import LEADS_OUT, whole_url
 from orbax_t5x.files.places import FILE_SUFFIXES, files_at
 from orbax_t5x.readers.detect import PathProbe, is_sstable, probe_path, subdirectories
 from orbax_t5x.readers.format_table import Format
-from orbax_t5x.readers.orbax.steps import finished_steps, step_of_name
+from orbax_t5x.readers.orbax.steps import newest_first, step_of_name
 from orbax_t5x.text.wording import listed
 
 
@@ -181,9 +181,9 @@ def missing_error(path: str, text: str) -> CheckpointError:
     if close := _close_names(there, path[len(there) :].strip(os.sep).split(os.sep)[0]):
         where = "beside it:" if there == directory else f"in {there} there is"
         message += f"; {where} {', '.join(map(repr, close))}"
-    elif step_of_name(os.path.basename(path)) is not None and (steps := finished_steps(there)):
-        newest = [repr(step.name) for step in reversed(steps)]
-        message += f"; finished steps beside it, the newest first: {listed(newest, _SHOWN_NEIGHBOURS)}"
+    elif step_of_name(os.path.basename(path)) is not None and (steps := list(newest_first(there))):
+        newest = listed([repr(step.name) for step in steps], _SHOWN_NEIGHBOURS)
+        message += f"; finished steps beside it, the newest first: {newest}"
     elif _HUB_NAME.fullmatch(text):
         message += f"; for a model of the Hugging Face hub, open {f'hf://{text}'!r}"
     return CheckpointNotFoundError(message, path=path)

@@ -63,7 +63,6 @@ class StridedRange:
         swap: bool,
         kind: Crc,
     ):
-        """Finds the row-major array."""
         self.shape = shape
         self.dtype = dtype
         self._file, self._offset, self._swap, self._kind = file, offset, swap, kind
@@ -171,7 +170,6 @@ class ZipLeaf(RangeLeaf):
         swap: bool = False,
         head: bytes = b"",
     ):
-        """Describes the array."""
         charge_metadata(_MORE_BYTES, archive.file.path)
         super().__init__(name, archive.file, shape, dtype)
         self._archive, self._name = archive, member

@@ -27,7 +27,7 @@ _LOADED_BYTES = 1 << 24
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
+_ENTRY = struct.Struct("<4s4x2H4x3L4H6xL")  # without versions, times and attributes
 _LOCAL = struct.Struct("<4s5H3L2H")
 _EXTRA = struct.Struct("<2H")
 _EXTRA_64 = 1
@@ -189,26 +189,8 @@ class Archive:
         for _ in range(count):
             if at + _ENTRY.size > len(data):
                 raise self.corrupt(f"its directory ends before the last of {count} entries")
-            fields = _ENTRY.unpack_from(data, at)
-            (
-                magic,
-                _,
-                _,
-                flags,
-                method,
-                _,
-                _,
-                crc,
-                stored,
-                size,
-                name_bytes,
-                extra_bytes,
-                comment,
-                disk,
-                _,
-                _,
-                header,
-            ) = fields
+            magic, flags, method, crc, stored, size, *lengths, disk, header = _ENTRY.unpack_from(data, at)
+            name_bytes, extra_bytes, comment = lengths
             at += _ENTRY.size
             end = at + name_bytes + extra_bytes + comment
             if magic != b"PK\x01\x02" or end > len(data) or disk:

@@ -67,7 +67,6 @@ class DeflatedLeaf(RangeLeaf):
     __slots__ = ("_archive", "_header", "_limits", "_member", "_start", "chunks")
 
     def __init__(self, name: str, archive: Archive, member: str, start: int, header: ArrayHeader, limits: Limits):
-        """Describes the array at `start` of the decompressed member."""
         super().__init__(name, archive.file, header.shape, header.dtype)
         self._archive, self._member, self._start = archive, member, start
         self._header, self._limits = header, limits

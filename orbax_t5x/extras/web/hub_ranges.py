@@ -72,7 +72,6 @@ class HubRequests:
     """
 
     def __init__(self) -> None:
-        """Makes no request."""
         self.endpoint: str = hub_endpoint()
         self._token = hub_token()
         self._clients: dict[str, WebClient] = {}

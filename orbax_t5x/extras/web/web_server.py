@@ -62,7 +62,6 @@ class WebRequest(PendingResponse):
         retries: int = MAX_RETRIES,
         is_awaited: bool = False,
     ):
-        """Begins it."""
         self._attempt = attempt
         self._clock = clock
         self._retries = retries
@@ -313,7 +312,6 @@ class WebClient:
     """Sender of requests to a web server, each once."""
 
     def __init__(self, base: str):
-        """Makes no request."""
         self._route = find_route(base)
         self._pool: urllib3.HTTPConnectionPool | None = None
         self._process = os.getpid()

@@ -28,7 +28,6 @@ class Aggregate:
     """Opened msgpack file of an item."""
 
     def __init__(self, root: Files, item: str, limits: Limits):
-        """Walks over the file of an item."""
         name = f"{item}/{MSGPACK_FILE}" if item else MSGPACK_FILE
         opened = open_state_file(root, name, limits)
         self.index_bytes: int = opened.index_bytes

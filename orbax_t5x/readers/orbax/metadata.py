@@ -227,10 +227,8 @@ class _Keys:
     def _check(self, key: str, kind: int, shown: str) -> None:
         if kind == _SEQUENCE and not (key.isascii() and key.isdigit()):
             raise CorruptCheckpointError(f"{shown!r} holds the sequence index {key[:200]!r}", path=self._path)
-        try:
-            key.encode()
-        except UnicodeEncodeError:  # escapes may make lone surrogates
-            raise CorruptCheckpointError(f"{shown!r} holds a key with half a character", path=self._path) from None
+        if not _is_text(key):
+            raise CorruptCheckpointError(f"{shown!r} holds a key with half a character", path=self._path)
         if key_leads_out(key):
             message = f"{shown!r} holds the key {key[:200]!r}, which leads out of the checkpoint"
             raise UnsafeCheckpointError(message, path=self._path)
@@ -239,10 +237,10 @@ class _Keys:
 
 
 def _is_text(key: str) -> bool:
-    """Tests if a JSON key has a UTF-8 form."""
+    """Tests if a JSON text has a UTF-8 form."""
     try:
         key.encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # escapes may make lone surrogates
         return False
     return True
 

@@ -191,11 +191,14 @@ def is_step(directory: str) -> bool:
     if files_at(directory).is_remote:
         return _is_remote_step(directory)
     try:
-        if is_item(directory) or (is_file(directory, MSGPACK_FILE) and not _is_bundle_directory(directory)):
+        if is_item(directory) or (
+            is_file(directory, MSGPACK_FILE)
+            and not is_bundle_state(PathProbe(directory, "directory").inside(MSGPACK_FILE))
+        ):
             return True
         names = item_names(directory)
-        items_are_marked = any(has_commit_file(os.path.join(directory, name)) for name in names)
-        if items_are_marked and not has_commit_file(directory) and _was_begun_by_orbax(directory):
+        items_are_marked = any(is_file(os.path.join(directory, name), COMMIT_FILE) for name in names)
+        if items_are_marked and not is_file(directory, COMMIT_FILE) and _was_begun_by_orbax(directory):
             return False  # its items are finished, and it is not
         return any(name != _deleted_item_if_known(directory) for name in names)
     except CheckpointGoneError:
@@ -204,10 +207,6 @@ def is_step(directory: str) -> bool:
         if error.errno != errno.EACCES:
             raise
         return False
-
-
-def _is_bundle_directory(directory: str) -> bool:
-    return is_bundle_state(PathProbe(directory, "directory").inside(MSGPACK_FILE))
 
 
 def _deleted_item_if_known(directory: str) -> str | None:
@@ -229,11 +228,6 @@ def _was_begun_by_orbax(directory: str) -> bool:
     except CheckpointError:
         return False
     return metadata.get(_BEGUN) is not None
-
-
-def has_commit_file(directory: str) -> bool:
-    """Reports whether Orbax has marked a directory as finished."""
-    return is_file(directory, COMMIT_FILE)
 
 
 def _is_remote_step(directory: str) -> bool:
@@ -260,7 +254,7 @@ def newest_first(root: str, found: Subdirectories | None = None) -> Iterator[Ste
         if step in links:
             yield step
         elif is_step(directory):
-            if not has_commit_file(directory) and _was_begun_by_orbax(directory):
+            if not is_file(directory, COMMIT_FILE) and _was_begun_by_orbax(directory):
                 while mark <= index:
                     mark = next(marks, len(newest))
                 if mark < len(newest):
@@ -270,12 +264,7 @@ def newest_first(root: str, found: Subdirectories | None = None) -> Iterator[Ste
 
 def _is_marked_step(root: str, step: Step) -> bool:
     directory = os.path.join(root, step.name)
-    return has_commit_file(directory) and is_step(directory)
-
-
-def finished_steps(root: str) -> list[Step]:
-    """Lists the finished steps of a root, oldest first; see `newest_first`."""
-    return list(newest_first(root))[::-1]
+    return is_file(directory, COMMIT_FILE) and is_step(directory)
 
 
 def steps_named(names: Iterable[str]) -> list[Step]:

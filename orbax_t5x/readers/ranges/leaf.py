@@ -37,7 +37,6 @@ class RangeLeaf(BlockingLeaf):
         *,
         path: str | None = None,
     ):
-        """Makes the leaf of bytes at a place."""
         self.name: str = name
         self.path: str = place.path if path is None else path
         self.is_remote: bool = place.is_remote

@@ -64,7 +64,6 @@ class ZarrArrays:
     """The arrays of a checkpoint."""
 
     def __init__(self, root: Files, file: str, version: int, limits: Limits):
-        """Holds the settings of a checkpoint."""
         self._root = root
         self._file = file
         self._version = version
