@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from orbax_t5x.lazy.assemble import ConcatNode, PadNode, StackNode, concatenated, padded, stacked
 from orbax_t5x.lazy.box import IndexMap, basic_index
 from orbax_t5x.lazy.cast import CastNode, cast_node
-from orbax_t5x.lazy.keys import KeyDataNode, KeysNode
 from orbax_t5x.lazy.node import Node
 from orbax_t5x.lazy.strided import JoinNode, SplitNode, StridedNode, reshaped, strided
 from orbax_t5x.lazy.value import UnfilledLeaf
+from orbax_t5x.lazy.view import KeyDataNode, KeysNode
 
 
 def fill(node: Node, values: Node) -> Node:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots as AdafactorSlots
     from orbax_t5x.transforms.follow.optimizer import FollowOptimizer as FollowOptimizer
     from orbax_t5x.transforms.inverses import inverse as inverse
+    from orbax_t5x.transforms.layers import Concat as Concat
+    from orbax_t5x.transforms.layers import Split as Split
     from orbax_t5x.transforms.layers import StackLayers as StackLayers
     from orbax_t5x.transforms.layers import UnstackLayers as UnstackLayers
     from orbax_t5x.transforms.low_rank import AddLowRank as AddLowRank
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from orbax_t5x.transforms.sizes import Slice as Slice
     from orbax_t5x.transforms.sources import Average as Average
     from orbax_t5x.transforms.sources import Overlay as Overlay
-    from orbax_t5x.transforms.split_concat import Concat as Concat
-    from orbax_t5x.transforms.split_concat import Split as Split
     from orbax_t5x.transforms.translate import Translate as Translate
 
 # The public list: name -> module that has it. A test holds it equal to the imports above.
@@ -54,7 +54,7 @@ MODULE_OF = {
     "Average": "orbax_t5x.transforms.sources",
     "Cast": "orbax_t5x.transforms.arrays",
     "Chain": "orbax_t5x.transforms.run",
-    "Concat": "orbax_t5x.transforms.split_concat",
+    "Concat": "orbax_t5x.transforms.layers",
     "Dequantize": "orbax_t5x.transforms.dequantize",
     "Drop": "orbax_t5x.transforms.names",
     "FollowOptimizer": "orbax_t5x.transforms.follow.optimizer",
@@ -68,7 +68,7 @@ MODULE_OF = {
     "RepeatLayers": "orbax_t5x.transforms.repeat_layers",
     "Reshape": "orbax_t5x.transforms.arrays",
     "Slice": "orbax_t5x.transforms.sizes",
-    "Split": "orbax_t5x.transforms.split_concat",
+    "Split": "orbax_t5x.transforms.layers",
     "StackLayers": "orbax_t5x.transforms.layers",
     "Transform": "orbax_t5x.transforms.base",
     "Translate": "orbax_t5x.transforms.translate",

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_t5x.lazy import AffineFunction, View, repeat
-from orbax_t5x.lazy.keys import is_keys
+from orbax_t5x.lazy.view import is_keys
 from orbax_t5x.transforms.base import Given
 from orbax_t5x.transforms.by_rules import InPlace
 from orbax_t5x.transforms.dtype_names import as_dtype

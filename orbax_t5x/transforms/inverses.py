@@ -27,6 +27,8 @@ from orbax_t5x.transforms.follow.trace import Symbol
 from orbax_t5x.transforms.layers import (
     IN_BLOCK,
     LAYER_NUMBER,
+    Concat,
+    Split,
     StackLayers,
     UnstackLayers,
     layer_group,
@@ -44,7 +46,6 @@ from orbax_t5x.transforms.patterns.inverted import (
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text, rule_table
 from orbax_t5x.transforms.repeat_layers import RepeatLayers
 from orbax_t5x.transforms.run import Chain
-from orbax_t5x.transforms.split_concat import Concat, Split
 from orbax_t5x.trees.flat import FlatState, flatten
 
 Shapes = Mapping[str, Any]

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, for_caller
 from orbax_t5x.lazy import View
-from orbax_t5x.lazy.keys import as_keys, key_data
+from orbax_t5x.lazy.view import as_keys, key_data
 from orbax_t5x.transforms.base import AnyTransform, Given, Transform, describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import EndlessTreeError, FlatState, NameClashError, flatten, unflatten

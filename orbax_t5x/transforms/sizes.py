@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.lazy import View, broadcast_to
-from orbax_t5x.lazy.keys import is_keys
 from orbax_t5x.lazy.several import pad
 from orbax_t5x.lazy.value import UnfilledLeaf
+from orbax_t5x.lazy.view import is_keys
 from orbax_t5x.transforms.base import Given
 from orbax_t5x.transforms.by_rules import InPlace
 from orbax_t5x.transforms.patterns.table import Pattern, pattern_text

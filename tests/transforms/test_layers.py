@@ -74,3 +74,8 @@ def test_blocks_of_layers_have_index_arithmetic():
 def test_a_block_has_layers():
     with pytest.raises(ValueError, match="a block of 0 layers"):
         tr.StackLayers(r"h\.(?P<i>\d+)", "b{i%0}", 0)
+
+
+def test_concat_names_the_missing_part():
+    found = problems(tr.Concat(["(.)/w", "(.)/b"], r"\1/wb", 0), {"x/w": AB["a"], "x/b": AB["b"], "y/w": AB["c"]})
+    assert [(p.kind, p.leaf) for p in found] == [("missing", "y/wb")] and "(.)/b" in found[0].message
