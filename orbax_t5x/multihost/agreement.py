@@ -13,12 +13,21 @@ import json
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+import jax
+
+from orbax_t5x import on_demand
 from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
-from orbax_t5x.multihost.collectives import error_as_bytes, exchange, received_error
-from orbax_t5x.multihost.heartbeat import sending_heartbeats
-from orbax_t5x.multihost.openings import call_of_group
-from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
+from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.provenance.records import Records
+
+# Of jobs of several processes only.
+_COLLECTIVES, _RENDEZVOUS = "orbax_t5x.multihost.collectives", "orbax_t5x.multihost.rendezvous"
+_error_as_bytes, _exchange, _received_error = (
+    on_demand.function(_COLLECTIVES, name) for name in ("error_as_bytes", "exchange", "received_error")
+)
+_rendezvous_before_backend, _member_call = (
+    on_demand.function(_RENDEZVOUS, name) for name in ("rendezvous_before_backend", "member_call")
+)
 
 
 class Agreement:
@@ -42,7 +51,8 @@ class Agreement:
         self._sends_errors = sends_errors
         self._path = path
         self._what = what
-        self.group = rendezvous_before_backend(processes)
+        self._in_job = jax.distributed.is_initialized()
+        self.group: ProcessGroup = (_rendezvous_before_backend if self._in_job else ProcessGroup.of)(processes)
         self._several = self.group.size > 1
         self._failure_is_known = False
 
@@ -53,13 +63,13 @@ class Agreement:
         An interrupt that is not `sent` leaves at once; else it waits for the others.
         """
         try:
-            with sending_heartbeats(), call_of_group(self.group):
+            with _member_call(self.group) if self._in_job else contextlib.nullcontext():
                 yield
         except sent as error:
             if not self._failure_is_known:
                 # The error of this process is more useful than one that it could not be sent.
                 with contextlib.suppress(CheckpointIOError):
-                    self._exchange(error_as_bytes(error), failed=True)
+                    self._exchange(_error_as_bytes(error), failed=True)
             raise
 
     def records(self, mine: Records) -> Records:
@@ -94,7 +104,7 @@ class Agreement:
         if not self._several:
             return [mine]
         try:
-            sent, failures = exchange(mine, failed, self.group, self._path)
+            sent, failures = _exchange(mine, failed, self.group, self._path)
         except BaseException:
             # No process is left to send to; or, after an interrupt, this exchange goes on without its caller, and the
             # others would take the next one for it.
@@ -102,7 +112,7 @@ class Agreement:
             raise
         self._failure_is_known |= bool(failures)
         if failures and not failed:
-            first = sent[failures[0]] if self._sends_errors else error_as_bytes(Exception())
+            first = sent[failures[0]] if self._sends_errors else _error_as_bytes(Exception())
             failures = [self.group.members[rank] for rank in failures]
-            raise received_error(failures, first, self._path, f"the {self._what}")
+            raise _received_error(failures, first, self._path, f"the {self._what}")
         return sent

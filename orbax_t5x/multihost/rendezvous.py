@@ -79,8 +79,15 @@ def _make_backend(*, is_alone: bool) -> None:
 def collective_operation(processes: Any = None) -> Generator[ProcessGroup, None, None]:
     """Holds for a call that every member makes together."""
     group = rendezvous_before_backend(processes)
-    with sending_heartbeats(), call_of_group(group):
+    with member_call(group):
         yield group
+
+
+@contextmanager
+def member_call(group: ProcessGroup) -> Generator[None, None, None]:
+    """Marks the call of a group, and sends heartbeats."""
+    with sending_heartbeats(), call_of_group(group):
+        yield
 
 
 def rendezvous_before_collective(group: ProcessGroup, path: str | None) -> None:

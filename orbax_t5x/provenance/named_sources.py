@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
+from orbax_t5x import on_demand
 from orbax_t5x.provenance.chains import RuleRecord, Rules, record_rules, texts_of
 from orbax_t5x.provenance.decision import ANSWERS
 from orbax_t5x.provenance.decision import decide as decide_by_list
@@ -17,11 +18,11 @@ from orbax_t5x.provenance.digests import digest_of_rule
 from orbax_t5x.provenance.history import recorded_rules
 from orbax_t5x.provenance.question import Decision, LeadsToTarget, ResumeContext
 from orbax_t5x.provenance.records import UNRECORDED, Entry, Lineage, applied_rules, make_entry
-from orbax_t5x.provenance.versions import decide_by_version
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.narrow import is_mapping
 
+_decide_by_version = on_demand.function("orbax_t5x.provenance.versions", "decide_by_version")  # migrations only
 _AT_THE_END = Fix(
     "give the source's list as it was recorded, and what follows at the end of transforms=, by the names in the state "
     "of the run"
@@ -63,7 +64,7 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
 
 def _decide_alone(record: Lineage | None, context: ResumeContext) -> Decision:
     by_version = any(rule.name for rule in context.chain)
-    return (decide_by_version if by_version else decide_by_list)(record, context)
+    return (_decide_by_version if by_version else decide_by_list)(record, context)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix
-from orbax_t5x.lazy.several import scaled
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand
 from orbax_t5x.trees.flat import FlatState
 
+_scaled = on_demand.function("orbax_t5x.lazy.several", "scaled")
 # `X.weight` in float8 or int8 has a scale beside it; a marker leaf of the file says which float8 it is.
 WEIGHT, MARKER = ".weight", "scaled_fp8"
 SCALE, ROWS, BLOCKS, INT8 = SCALES = (".scale_weight", ".weight_scale", ".weight_scale_inv", ".SCB")
@@ -132,7 +133,7 @@ class Dequantize(ByRules):
             if name in scales:
                 made = combine_leaves(
                     [(one, state[one]) for one in (name, scales[name])],
-                    lambda views: scaled(*views),
+                    lambda views: _scaled(*views),
                     diagnostics,
                     becomes=name,
                     rule=rule,

@@ -15,7 +15,7 @@ RECORDS = {"": ({"rules": ["a"]},), "x": None}
 
 
 def test_one_process_exchanges_nothing(monkeypatch):
-    monkeypatch.setattr(agreement, "exchange", None)
+    monkeypatch.setattr(agreement, "_exchange", None)
     alone = Agreement(None, "/memory")
     with alone.planning():
         assert alone.records(RECORDS) is RECORDS and alone.of_all([1]) == [[1]] and alone.of_primary("x") == "x"
@@ -31,10 +31,8 @@ class Job:
     def __init__(self, monkeypatch):
         self.sent = []
         self.replies = []
-        monkeypatch.setattr(
-            agreement, "rendezvous_before_backend", lambda primary: ProcessGroup((0, 1), primary or 0, "", 0)
-        )
-        monkeypatch.setattr(agreement, "exchange", self._exchange)
+        monkeypatch.setattr(ProcessGroup, "of", lambda primary=None: ProcessGroup((0, 1), primary or 0, "", 0))
+        monkeypatch.setattr(agreement, "_exchange", self._exchange)
 
     def _exchange(self, mine, failed, group, path):
         self.sent.append((mine, failed))
