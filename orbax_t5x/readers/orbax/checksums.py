@@ -107,58 +107,54 @@ def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = 
             f"its own checksum is {str(parsed['crc32c'])[:40]}, its contents have {found}; the file is damaged",
             path=path,
         )
-    parser = _LeafParser(path, limits, complete)
-    return {name: parser.parse(name, entry) for name, entry in leaves.items()}
+    sums: dict[str, BoxSums] = {}
+    steps = MAX_TILING_STEPS
+    for name, entry in leaves.items():
+        try:
+            own = sums[name] = _parse_sums(entry, limits)
+            if complete:
+                tiling = check_tiling(own.shape, own.boxes, steps)
+                steps -= tiling.steps
+                if tiling.problem is not None:
+                    raise ValueError(f"the boxes do not tile the array: {tiling.problem}")
+        except ValueError as fault:
+            raise CorruptCheckpointError(f"the entry of {name[:200]!r}: {fault}", path=path) from None
+    return sums
 
 
-class _LeafParser:
-    """Parser of a file's entries, with a bound on work."""
+def _parse_sums(entry: Any, limits: Limits) -> BoxSums:
+    """Parses an entry; raises ValueError with its fault."""
+    if not isinstance(entry, dict) or entry.keys() != _LEAF_KEYS:
+        raise ValueError("the entry is no object of shape, dtype, boxes and crc32c")
+    dtype, boxes = entry["dtype"], entry["boxes"]
+    shape = _numbers(entry["shape"], "shape")
+    if len(shape) > limits.rank:
+        raise ValueError(f"{len(shape)} dimensions are more than Limits.rank = {limits.rank}")
+    if not isinstance(dtype, str) or not _is_dtype(dtype) or (dtype == STRING and shape):
+        raise ValueError(f"the dtype is {str(dtype)[:40]!r}")
+    crcs = _numbers(entry["crc32c"], "crc32c")
+    if not isinstance(boxes, list) or len(boxes) != len(crcs) or not boxes:
+        raise ValueError("there is not one checksum for each box")
+    if max(crcs) > _MAX_CRC:
+        raise ValueError("a checksum has more than 32 bits")
+    return BoxSums(shape, dtype, tuple([_box(box, shape) for box in boxes]), crcs)
 
-    def __init__(self, path: str, limits: Limits, complete: bool):
-        self._path = path
-        self._limits = limits
-        self._complete = complete
-        self._steps = MAX_TILING_STEPS
 
-    def parse(self, name: str, entry: Any) -> BoxSums:
-        if not isinstance(entry, dict) or entry.keys() != _LEAF_KEYS:
-            raise self._wrong(name, "the entry is no object of shape, dtype, boxes and crc32c")
-        dtype, crcs, boxes = entry["dtype"], entry["crc32c"], entry["boxes"]
-        shape = self._numbers(name, entry["shape"], "shape")
-        if len(shape) > self._limits.rank:
-            raise self._wrong(name, f"{len(shape)} dimensions are more than Limits.rank = {self._limits.rank}")
-        if not isinstance(dtype, str) or not _is_dtype(dtype) or (dtype == STRING and shape):
-            raise self._wrong(name, f"the dtype is {str(dtype)[:40]!r}")
-        sums = self._numbers(name, crcs, "crc32c")
-        if not isinstance(boxes, list) or len(boxes) != len(sums) or not boxes:
-            raise self._wrong(name, "there is not one checksum for each box")
-        if max(sums) > _MAX_CRC:
-            raise self._wrong(name, "a checksum has more than 32 bits")
-        parsed = [self._box(name, box, shape) for box in boxes]
-        if self._complete:
-            tiling = check_tiling(shape, parsed, self._steps)
-            self._steps -= tiling.steps
-            if tiling.problem is not None:
-                raise self._wrong(name, f"the boxes do not tile the array: {tiling.problem}")
-        return BoxSums(shape, dtype, tuple(parsed), sums)
+def _box(numbers: Any, shape: tuple[int, ...]) -> Box:
+    edges = _numbers(numbers, "box")
+    box = tuple(zip(edges[::2], edges[1::2], strict=False))
+    inside = len(edges) == 2 * len(shape) and all(
+        start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
+    )
+    if not inside or (box_size(box) == 0) != (0 in shape):
+        raise ValueError(f"{str(numbers)[:80]} is no box of an array of shape {list(shape)}")
+    return box
 
-    def _box(self, name: str, numbers: Any, shape: tuple[int, ...]) -> Box:
-        edges = self._numbers(name, numbers, "box")
-        box = tuple(zip(edges[::2], edges[1::2], strict=False))
-        inside = len(edges) == 2 * len(shape) and all(
-            start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
-        )
-        if not inside or (box_size(box) == 0) != (0 in shape):
-            raise self._wrong(name, f"{str(numbers)[:80]} is no box of an array of shape {list(shape)}")
-        return box
 
-    def _numbers(self, name: str, values: Any, what: str) -> tuple[int, ...]:
-        if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-            raise self._wrong(name, f"the {what} is {str(values)[:80]}, no list of natural numbers")
-        return tuple(values)
-
-    def _wrong(self, name: str, message: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"the entry of {name[:200]!r}: {message}", path=self._path)
+def _numbers(values: Any, what: str) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"the {what} is {str(values)[:80]}, no list of natural numbers")
+    return tuple(values)
 
 
 def _is_dtype(name: str) -> bool:

@@ -165,38 +165,38 @@ def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -
         limits.require_name(name, path)
     except UnicodeEncodeError:
         raise CorruptCheckpointError(f"the name {name[:80]!r} holds half a character", path=path) from None
-    code, shape, low, high = entry if type(entry) is tuple else _parse_fields(name, entry, path)
-    if len(shape) > limits.rank:
-        try:
+    try:
+        code, shape, low, high = entry if type(entry) is tuple else _parse_fields(entry)
+        if len(shape) > limits.rank:
             limits.require_rank(len(shape))
-        except LimitExceededError as error:
-            raise error_at(error, path=path, leaf=name) from None
-    if high < low:
-        raise _no_range([low, high], name, path)
-    return Entry(name, shape, begin + low, begin + high, _dtype(code, shape, high - low, name, path, limits))
+        if high < low:
+            raise _no_range([low, high])
+        return Entry(name, shape, begin + low, begin + high, _dtype(code, shape, high - low, limits))
+    except CheckpointError as error:
+        raise error_at(error, path=path, leaf=name) from None
 
 
-def _parse_fields(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int, int]:
+def _parse_fields(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     """Parses an entry with other keys, or raises its error."""
     if not isinstance(entry, dict) or not isinstance(code := entry.get("dtype"), str):
-        raise CorruptCheckpointError("its entry has no dtype", path=path, leaf=name)
-    shape, offsets = (_sizes(entry.get(key), key, name, path) for key in ("shape", "data_offsets"))
+        raise CorruptCheckpointError("its entry has no dtype")
+    shape, offsets = (_sizes(entry.get(key), key) for key in ("shape", "data_offsets"))
     if len(offsets) != 2:
-        raise _no_range(offsets, name, path)
+        raise _no_range(offsets)
     return code, tuple(shape), offsets[0], offsets[1]
 
 
-def _sizes(value: Any, key: str, name: str, path: str) -> list[int]:
+def _sizes(value: Any, key: str) -> list[int]:
     if type(value) is not list or any(type(size) is not int or not 0 <= size <= _MAX_INT for size in value):
-        raise CorruptCheckpointError(f"{key} is {str(value)[:200]}, not a list of sizes", path=path, leaf=name)
+        raise CorruptCheckpointError(f"{key} is {str(value)[:200]}, not a list of sizes")
     return value
 
 
-def _no_range(offsets: list[int], name: str, path: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"data_offsets are {offsets}, not a begin and an end", path=path, leaf=name)
+def _no_range(offsets: list[int]) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"data_offsets are {offsets}, not a begin and an end")
 
 
-def _dtype(code: str, shape: tuple[int, ...], size: int, name: str, path: str, limits: Limits) -> np.dtype | Refusal:
+def _dtype(code: str, shape: tuple[int, ...], size: int, limits: Limits) -> np.dtype | Refusal:
     """Returns the dtype, or why it is refused."""
     count = math.prod(shape)
     bits = _PACKED_BITS.get(code) or (DTYPES[code].itemsize * 8 if code in DTYPES else None)
@@ -204,9 +204,7 @@ def _dtype(code: str, shape: tuple[int, ...], size: int, name: str, path: str, l
         return Refusal(UnsupportedCheckpointError, f"its dtype {code[:100]!r} is not known")
     if count * bits != size * 8:
         raise CorruptCheckpointError(
-            f"{code} of shape {list(shape)} takes {count * bits / 8:g} bytes, and its range has {size}",
-            path=path,
-            leaf=name,
+            f"{code} of shape {list(shape)} takes {count * bits / 8:g} bytes, and its range has {size}"
         )
     if code in _PACKED_BITS:
         return Refusal(UnsupportedCheckpointError, f"its dtype {code} packs elements of {bits} bits")
