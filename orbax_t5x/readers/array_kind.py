@@ -23,7 +23,7 @@ from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.chunk_grid import ChunkKeys
-from orbax_t5x.readers.ranges.scatter import as_stored
+from orbax_t5x.readers.ranges.elements import as_stored
 from orbax_t5x.readers.tensorstore_specs import array_spec, open_known
 
 _NUMBERS = itertools.count()

@@ -26,9 +26,9 @@ from orbax_t5x.files.memory import empty_array
 from orbax_t5x.lazy.box import Box, box_shape, box_size, intersect, slices_within, union_size
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.ranges.byte_runs import byte_strides
+from orbax_t5x.readers.ranges.byte_range import byte_strides
 from orbax_t5x.readers.ranges.coverage import cover
-from orbax_t5x.readers.ranges.scatter import LOW_BITS
+from orbax_t5x.readers.ranges.elements import LOW_BITS
 from orbax_t5x.readers.tiling import box_text
 
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.

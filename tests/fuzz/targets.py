@@ -37,7 +37,7 @@ from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import Root
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
 from orbax_t5x.files.remote.responses import RequestError
-from orbax_t5x.readers.ranges.byte_runs import WindowGrid, union_runs
+from orbax_t5x.readers.ranges.windowed import WindowGrid, union_runs
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from orbax_t5x.readers.tf_bundle.sstable import Table
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, same_bits

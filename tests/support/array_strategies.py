@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from orbax_t5x.lazy import Box
-from orbax_t5x.readers.ranges.scatter import LOW_BITS
+from orbax_t5x.readers.ranges.elements import LOW_BITS
 
 # Those of the newest version of ml_dtypes, as far as this one has them.
 _ALL_ML_DTYPES = (

@@ -11,6 +11,7 @@ from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges import byte_range as _byte_range
+from orbax_t5x.readers.ranges import windowed as _windowed
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 
@@ -45,9 +46,10 @@ def part(start: int, stop: int) -> ChecksummedRange:
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_byte_range, "WINDOW_BYTES", 64)
     monkeypatch.setattr(_byte_range, "_JOB_BYTES", 150)
-    monkeypatch.setattr(_byte_range, "MAX_GAP_BYTES", 16)
+    for module in (_byte_range, _windowed):
+        monkeypatch.setattr(module, "WINDOW_BYTES", 64)
+        monkeypatch.setattr(module, "MAX_GAP_BYTES", 16)
 
 
 OFFSET = 5

@@ -34,9 +34,9 @@ from orbax_t5x.lazy.leaf import FileExtent, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.leaves import BrokenLeaf
-from orbax_t5x.readers.ranges.byte_runs import WindowGrid, union_runs
+from orbax_t5x.readers.ranges.elements import Elements
 from orbax_t5x.readers.ranges.leaf import RangeLeaf
-from orbax_t5x.readers.ranges.scatter import Elements, Scatter
+from orbax_t5x.readers.ranges.windowed import Scatter, WindowGrid, union_runs
 from orbax_t5x.readers.zip_leaf import ZipLeaf, row_major
 from orbax_t5x.readers.zip_members import DEFLATED, STORED, Archive
 

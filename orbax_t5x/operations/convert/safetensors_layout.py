@@ -22,8 +22,8 @@ from orbax_t5x.concurrency import await_to_end, reader_pool, run_in_pool
 from orbax_t5x.files.memory import empty_array
 from orbax_t5x.lazy import Box, ReadStats
 from orbax_t5x.lazy.box import box_shape
-from orbax_t5x.readers.ranges.byte_runs import union_runs
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
+from orbax_t5x.readers.ranges.windowed import union_runs
 from orbax_t5x.readers.safetensors.open import DTYPES, LENGTH_BYTES, METADATA_KEY
 
 # Transformers' own bound was 5 GB for years: hubs, and file systems with small limits, take files of this size.

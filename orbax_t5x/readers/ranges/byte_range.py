@@ -1,10 +1,8 @@
 """A row-major array in a file's byte range, read by box.
 
 Two ways in. Boxes that are each one byte range are read straight into their buffers. Boxes that are not (column shards)
-go through a small staging buffer per thread: a window of the array is read once, summed while it is in the cache, and
-scattered to all the boxes that want some of it. Either way every stored byte is read at most once per call, in file
-order, the checksum runs over what was read as stored, and every element of every buffer is counted. Memory: one staging
-buffer per thread.
+go through windows (`windowed`). Either way every stored byte is read at most once per call, in file order, the checksum
+runs over what was read as stored, and every element of every buffer is counted. Memory: one staging buffer per thread.
 """
 
 from __future__ import annotations
@@ -20,16 +18,18 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from orbax_t5x import on_demand
 from orbax_t5x.concurrency import run_jobs
-from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.files.crc import CRC32C, Crc
 from orbax_t5x.files.interface import StoredBytes
 from orbax_t5x.files.windows import MAX_GAP_BYTES, WINDOW_BYTES
 from orbax_t5x.lazy.box import Box, box_shape, box_size, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
-from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, locate_box, split_ends, union_runs
-from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
+from orbax_t5x.readers.ranges.elements import as_stored
+
+# Of boxes that are several byte ranges, or of elements that are stored in another way.
+_read_windows: Callable[..., ReadOutcome] = on_demand.function("orbax_t5x.readers.ranges.windowed", "read_by_windows")
 
 # What one thread takes at a time of a large array.
 _JOB_BYTES = 16 << 20
@@ -39,7 +39,7 @@ _Item = TypeVar("_Item")
 _thread = threading.local()
 
 
-def _staging() -> np.ndarray:
+def staging_buffer() -> np.ndarray:
     """Returns this thread's staging buffer."""
     buffer = getattr(_thread, "buffer", None)
     if buffer is None or buffer.size < WINDOW_BYTES:
@@ -55,6 +55,37 @@ class ReadOutcome(NamedTuple):
     gaps: int
 
 
+def byte_strides(shape: Sequence[int], itemsize: int) -> list[int]:
+    """Returns a row-major array's strides in bytes."""
+    strides: list[int] = []
+    stride = itemsize
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    strides.reverse()
+    return strides
+
+
+def locate_box(
+    box: Box, extents: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+) -> tuple[int, bool] | None:
+    """Returns a box's first byte, and if it is one byte range."""
+    if not len(box) == len(extents) == len(shape):
+        return None
+    start = 0
+    one_range = True
+    narrowed = False  # a dimension with several indices: those after it must be whole
+    for (low, high), extent, size, stride in zip(box, extents, shape, strides, strict=True):
+        if high - low != extent or not 0 <= low <= high <= size:
+            return None
+        start += low * stride
+        if narrowed and extent != size:
+            one_range = False
+        if extent != 1:
+            narrowed = True
+    return start, one_range
+
+
 class _Span(NamedTuple):
     """A contiguous buffer that is a byte range of the array."""
 
@@ -63,7 +94,7 @@ class _Span(NamedTuple):
     out: np.ndarray
 
 
-class _ReadChecksums:
+class ReadChecksums:
     """Checksums of consecutive reads.
 
     With `join`, they are a single range while each read follows the other.
@@ -78,6 +109,7 @@ class _ReadChecksums:
         self.ranges: list[ChecksummedRange] = []
 
     def add(self, start: int, data: np.ndarray) -> None:
+        """Adds the bytes of a read."""
         if not self._wanted:
             return
         if start != self._stop or not self._join:
@@ -87,6 +119,7 @@ class _ReadChecksums:
         self._stop = start + data.nbytes
 
     def flush(self) -> list[ChecksummedRange]:
+        """Ends the range at hand; returns all."""
         if self._stop > self._start:
             self.ranges.append(ChecksummedRange(self._start, self._stop, self._crc))
         self._start, self._crc = self._stop, 0
@@ -170,7 +203,7 @@ class ByteRange(StoredRange):
             return ReadOutcome([], 0, 0)
         if direct and _disjoint(spans):
             return self._read_spans(spans, checksum, leaf)
-        return self._read_windows(wanted, checksum, leaf)
+        return _read_windows(self, wanted, checksum=checksum, leaf=leaf)
 
     def as_in_memory(self, box: Box) -> tuple[int, int] | None:
         strides = byte_strides(self.shape, self.dtype.itemsize)
@@ -183,9 +216,9 @@ class ByteRange(StoredRange):
         self, ranges: Iterable[tuple[int, int]], *, leaf: str, sink: Callable[[int, np.ndarray], None] | None = None
     ) -> ReadOutcome:
         """Implements `StoredRange.sum`."""
-        checksums = _ReadChecksums(self.kind, True)
+        checksums = ReadChecksums(self.kind, True)
         size = 0
-        buffer = _staging()
+        buffer = staging_buffer()
         windows = [
             (low, min(WINDOW_BYTES, stop - low)) for start, stop in ranges for low in range(start, stop, WINDOW_BYTES)
         ]
@@ -207,13 +240,13 @@ class ByteRange(StoredRange):
         if wanted <= _JOB_BYTES:
             ranges, read, _ = self._read_batches(list(batches), checksum, leaf)
             return ReadOutcome(ranges, wanted, read - wanted)
-        jobs = _grouped(batches, lambda batch: batch.size)
+        jobs = grouped(batches, lambda batch: batch.size)
         done = run_jobs(partial(self._read_batches, group, checksum, leaf) for group in jobs)
         read = sum(outcome.wanted for outcome in done)
         return ReadOutcome([one for outcome in done for one in outcome.ranges], wanted, read - wanted)
 
     def _read_batches(self, batches: Sequence[_Batch], checksum: bool, leaf: str) -> ReadOutcome:
-        checksums = _ReadChecksums(self.kind, checksum)
+        checksums = ReadChecksums(self.kind, checksum)
         size = 0
         ranges = ((self.offset + batch.start, batch.size) for batch in batches)
         file = self.file.ahead(ranges, (batch.buffers for batch in batches))
@@ -224,45 +257,6 @@ class ByteRange(StoredRange):
                 for start, buffer in batch.wanted:
                     checksums.add(start, buffer)
         return ReadOutcome(checksums.flush(), size, 0)
-
-    # -- through a staging buffer
-
-    def _read_windows(self, requests: Sequence[Request], checksum: bool, leaf: str) -> ReadOutcome:
-        itemsize = self.dtype.itemsize
-        boxes = [request.box for request in requests]
-        runs, wanted = union_runs(self.shape, itemsize, boxes, MAX_GAP_BYTES)
-        join = wanted == sum(run.length * run.times for run in runs)
-        if checksum and not join:
-            runs = split_ends(runs, union_runs(self.shape, itemsize, boxes, 0)[0])
-        grid = WindowGrid(self.shape, itemsize, WINDOW_BYTES)
-        elements = Elements(self.dtype, self.swap, self.file.path, leaf)
-        scatter = Scatter(self.shape, grid.depth, requests, elements)
-        jobs = _grouped(grid.windows(runs), lambda window: sum(stop - start for start, stop in window.ranges))
-        done = run_jobs(
-            partial(self._read_some, windows, scatter, _ReadChecksums(self.kind, checksum, join=join), leaf)
-            for windows in jobs
-        )
-        read = sum(outcome.wanted for outcome, _ in done)
-        filled = sum(elements for _, elements in done)
-        if filled != sum(box_size(request.box) for request in requests):
-            raise CheckpointIOError("the buffers were not filled completely", path=self.file.path, leaf=leaf)
-        return ReadOutcome([one for outcome, _ in done for one in outcome.ranges], wanted, read - wanted)
-
-    def _read_some(
-        self, windows: list[Window], scatter: Scatter, checksums: _ReadChecksums, leaf: str
-    ) -> tuple[ReadOutcome, int]:
-        buffer = _staging()
-        size = filled = 0
-        ranges = (one for window in windows for one in window.ranges)
-        file = self.file.ahead((self.offset + start, stop - start) for start, stop in ranges)
-        for window in windows:
-            for start, stop in window.ranges:
-                data = buffer[start - window.start : stop - window.start]
-                file.read_into(self.offset + start, [data], leaf=leaf)
-                checksums.add(start, data)
-                size += stop - start
-            filled += scatter.window(window, buffer[: window.stop - window.start])
-        return ReadOutcome(checksums.flush(), size, 0), filled
 
 
 class _Batch(NamedTuple):
@@ -314,32 +308,7 @@ def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
         yield _Batch(first, at - first, buffers, wanted)
 
 
-def count_reads(shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box], *, is_summed: bool) -> tuple[int, int]:
-    """Counts the reads and bytes of boxes, summed or not."""
-    boxes = [box for box in boxes if box_size(box)]
-    if not boxes:
-        return 0, 0
-    runs, wanted = union_runs(shape, dtype.itemsize, boxes, MAX_GAP_BYTES)
-    nbytes = sum(run.length * run.times for run in runs)
-    if as_stored(dtype) and _are_byte_ranges(shape, dtype.itemsize, boxes):
-        return sum(-(-run.length // WINDOW_BYTES) * run.times for run in runs), nbytes
-    if is_summed and wanted != nbytes:
-        runs = split_ends(runs, union_runs(shape, dtype.itemsize, boxes, 0)[0])
-    return WindowGrid(shape, dtype.itemsize, WINDOW_BYTES).count(runs), nbytes
-
-
-def _are_byte_ranges(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> bool:
-    strides = byte_strides(shape, itemsize)
-    spans: list[tuple[int, int]] = []
-    for box in boxes:
-        placed = locate_box(box, box_shape(box), shape, strides)
-        if placed is None or not placed[1]:
-            return False
-        spans.append((placed[0], placed[0] + box_size(box) * itemsize))
-    return all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(spans)))
-
-
-def _grouped(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
     """Groups consecutive items to about a job's bytes each."""
     group: list[_Item] = []
     size = 0

@@ -16,7 +16,7 @@ from orbax_t5x.lazy.box import Box, box_slices
 from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, FileExtent, HeldRead, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome, StoredRange
-from orbax_t5x.readers.ranges.scatter import as_stored
+from orbax_t5x.readers.ranges.elements import as_stored
 
 # Of formats with checksums only.
 _range_checksums = on_demand.function("orbax_t5x.readers.ranges.coverage", "RangeChecksums")

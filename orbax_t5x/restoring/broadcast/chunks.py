@@ -20,7 +20,7 @@ from typing import NamedTuple
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.lazy.box import bounding_box, box_size, union_size
 from orbax_t5x.readers.chunk_grid import count_chunks
-from orbax_t5x.readers.ranges.byte_range import count_reads
+from orbax_t5x.readers.ranges.windowed import count_reads
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds, StoreKind
 from orbax_t5x.restoring.execute.groups import Piece, cut_clean, pieces_stored_bytes, place_of, stored_bytes, to_chunks
 from orbax_t5x.restoring.plan import PlanEntry, boxes_by_leaf

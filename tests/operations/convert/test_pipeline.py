@@ -11,7 +11,7 @@ from orbax_t5x.operations.convert import pipeline
 from orbax_t5x.operations.convert.journal import Journal
 from orbax_t5x.operations.convert.safetensors_layout import SINGLE_NAME as FILE
 from orbax_t5x.operations.convert.safetensors_layout import TensorInFile
-from orbax_t5x.readers.ranges import byte_range
+from orbax_t5x.readers.ranges import byte_range, windowed
 from tests.support.bundle_writer import bundle_of
 from tests.support.conversions import assert_equals, flat, names_in
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
@@ -99,7 +99,8 @@ def test_progress_counts_every_byte_and_may_stop_the_conversion(tmp_path):
 
 def test_bytes_that_stay_are_copied_as_they_would_be_read_and_written(tmp_path, monkeypatch):
     """The same files and the same journals, from a source with checksums; several windows each."""
-    monkeypatch.setattr(byte_range, "WINDOW_BYTES", 1024)
+    for module in (byte_range, windowed):
+        monkeypatch.setattr(module, "WINDOW_BYTES", 1024)
     rng = np.random.default_rng(0)
     leaves = {"a": rng.random((40, 33), np.float32), "b/c": rng.integers(0, 99, (7, 300)), "d": np.float32(3)}
     leaves |= {"e": rng.random((3, 5)) > 0.5, "none": np.zeros((0, 3)), "turned": rng.random((20, 30))}

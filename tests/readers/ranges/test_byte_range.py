@@ -19,6 +19,7 @@ from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.readers.ranges import byte_range as _byte_range
+from orbax_t5x.readers.ranges import windowed as _windowed
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.testing.leaf_reads import read_boxes, same_bits
@@ -63,7 +64,7 @@ def test_reads_are_counted_before_they_are_made(tmp_path_factory, case, dtype_na
         file = CountingFile(range.file)
         requests = [Request(box, np.zeros(box_shape(box), array.dtype)) for box in boxes]
         dataclasses.replace(range, file=file).read(requests, checksum=checksum, leaf="w")
-        counted = _byte_range.count_reads(shape, array.dtype, boxes, is_summed=checksum)
+        counted = _windowed.count_reads(shape, array.dtype, boxes, is_summed=checksum)
     assert counted == (len(file.reads), sum(file.reads))
 
 
@@ -162,6 +163,7 @@ def test_processes_verify_together_what_each_read_in_part(tmp_path_factory, mesh
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
         patch.setattr(_byte_range, "MAX_GAP_BYTES", max_gap)
+        patch.setattr(_windowed, "MAX_GAP_BYTES", max_gap)
         directory = tmp_path_factory.mktemp("leaf")
         leaf = stored(directory, array, damage=damage)
         parts = []
