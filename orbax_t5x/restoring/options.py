@@ -98,8 +98,7 @@ class RestoreOptions:
     """Options of a restore, checked; `orbax_t5x.restore` documents each.
 
     `multiprocessing_options` are the processes that restore together. `verify`, `memory_limit_bytes`, `progress` and
-    `broadcast` decide how a plan is executed, and change no value. All
-    others decide which bytes become which leaf.
+    `broadcast` decide how a plan is executed, and change no value. All others decide which bytes become which leaf.
 
     Raises:
       TypeError: `item` is no name, or another option has a value of another type.

@@ -1,4 +1,1 @@
-"""Broadcasts stored bytes.
-
-A single process reads each byte and sends it to the processes that need it.
-"""
+"""Broadcasts stored bytes: a single process reads each, and sends it on."""

@@ -67,11 +67,6 @@ class UnmatchedLeaves:
         return {name: value for name, value in self.arrays.items() if name not in taken}
 
     @functools.cached_property
-    def free_shapes(self) -> Shapes:
-        """Shapes of `free`."""
-        return {name: tuple(value.shape) for name, value in self.free.items()}
-
-    @functools.cached_property
     def unfilled_shapes(self) -> Shapes:
         """Shapes that the target has under the names of `unfilled`."""
         leaves = self.target.leaves  # empty for a target of None

@@ -24,7 +24,9 @@ def example():
 
 def test_free_leaves_fill_nothing_and_have_a_shape():
     unmatched = example()
-    assert set(unmatched.arrays) == {"a", "x"} and unmatched.free_shapes == {"x": (1, 3)}
+    assert set(unmatched.arrays) == {"a", "x"} and {name: one.shape for name, one in unmatched.free.items()} == {
+        "x": (1, 3)
+    }
     assert unmatched.unfilled_shapes == dict.fromkeys("bcd", (2, 3))
 
 
