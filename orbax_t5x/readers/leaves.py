@@ -1,8 +1,8 @@
-"""Leaves without bytes of their own.
+"""Leaves without bytes to read.
 
 A broken leaf is listed, and using it raises its error: a checkpoint with one damaged entry still opens, its other
 leaves are restored, and the damaged one is never dropped in silence. An empty leaf has only shape and dtype: Orbax
-stores no such arrays.
+stores no such arrays. A known leaf is small, and was read when the checkpoint was opened.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, given_message
+from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import charge_metadata
-from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 
 # Memory of an error, with its text.
@@ -82,3 +84,40 @@ class EmptyLeaf(Leaf):
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Does nothing: every box of it is empty."""
+
+
+class KnownLeaf(BlockingLeaf):
+    """Rank-0 array, read at opening: a number, or a string as `bytes`."""
+
+    __slots__ = ("_checksums", "_place", "_value", "dtype", "name", "path", "shape")
+
+    def __init__(
+        self,
+        name: str,
+        place: Files | StoredFile,
+        value: np.ndarray,
+        *,
+        path: str | None = None,
+        checksums: Checksums | None = None,
+    ):
+        self.name: str = name
+        self.path: str = place.path if path is None else path
+        self.shape: tuple[int, ...] = ()
+        self.dtype: np.dtype = value.dtype
+        self._place, self._value, self._checksums = place, value, checksums
+
+    @property
+    def checksums(self) -> Checksums | None:
+        return self._checksums
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        return self.dtype.itemsize if boxes and not self.dtype.hasobject else 0
+
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        self.read_blocking(requests, stats)
+
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        self._place.require_open()
+        for _, out in requests:
+            out[...] = self._value
+        stats.count(self.bytes_of(tuple([request.box for request in requests])))

@@ -42,11 +42,10 @@ from orbax_t5x.files.limits import Limits, charge_metadata
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import FileExtent, Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf, is_empty, named_nodes
+from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.format_table import OLD_TORCH
 from orbax_t5x.readers.hub_files import ModelFiles, parts_of, trainer_step
-from orbax_t5x.readers.leaves import BrokenLeaf
-from orbax_t5x.readers.string_leaf import StringLeaf
+from orbax_t5x.readers.leaves import BrokenLeaf, KnownLeaf
 from orbax_t5x.readers.zip_leaf import ZipLeaf, has_overlaps, last_element
 from orbax_t5x.readers.zip_members import STORED, Archive, Member
 
@@ -173,9 +172,9 @@ class LeafMaker:
         if isinstance(node, Name):
             node = node.text
         if isinstance(node, (str, bytes)):
-            return StringLeaf(name, file.path, self._bytes_of(node), file)
+            return KnownLeaf(name, file, np.array(self._bytes_of(node), object))
         if isinstance(node, (bool, int, float, complex)):
-            return NumberLeaf(name, file, _pickled_number(node))
+            return KnownLeaf(name, file, _pickled_number(node))
         raise UnsupportedCheckpointError("it is a storage without a tensor, which has no shape")
 
     def _bytes_of(self, text: str | bytes) -> bytes:

@@ -28,7 +28,7 @@ from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import FileExtent, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText, most_leaves, too_many
-from orbax_t5x.readers.leaves import BrokenLeaf
+from orbax_t5x.readers.leaves import BrokenLeaf, KnownLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, RangeLeaf
 
@@ -116,7 +116,7 @@ def _valid_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf
         return TextLeaf(name, file, node.start, node.size)
     if isinstance(node, dict):
         return _chunked_leaf(name, node, file, limits)
-    return NumberLeaf(name, file, _msgpack_number(node))
+    return KnownLeaf(name, file, _msgpack_number(node))
 
 
 def _array_beside(path: bytes) -> CheckpointError:
@@ -244,23 +244,6 @@ class ChunkedLeaf(ByteRangeLeaf):
     @property
     def extent(self) -> FileExtent | None:
         return self._joined.extent
-
-
-class NumberLeaf(RangeLeaf):
-    """Rank-0 array of a number, read at opening."""
-
-    __slots__ = ("_file", "_value")
-
-    def __init__(self, name: str, file: StoredFile, value: np.ndarray):
-        super().__init__(name, file, (), value.dtype)
-        self._file = file
-        self._value = value
-
-    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        self._file.require_open()
-        for _, out in requests:
-            out[...] = self._value
-        stats.count(self.dtype.itemsize)
 
 
 class TextLeaf(RangeLeaf):

@@ -31,6 +31,8 @@ from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.box import Box, box_size
+from orbax_t5x.lazy.leaf import Checksums, UnusableChecksums
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.tiling import check_tiling
 from orbax_t5x.text.wording import listed
@@ -166,3 +168,24 @@ def _is_dtype(name: str) -> bool:
     except (TypeError, ValueError, SyntaxError):
         return False
     return dtype.name == name and not dtype.hasobject and dtype.fields is None and dtype.itemsize > 0
+
+
+def string_checksums(value: bytes, sums: BoxSums | CheckpointError, path: str, leaf: str) -> Checksums:
+    """Makes the checksums of a string, or of its error."""
+    if isinstance(sums, CheckpointError):
+        return UnusableChecksums(leaf, sums)
+    return _StringChecksum(value, sums, path, leaf)
+
+
+class _StringChecksum(Checksums):
+    """Checksum of a whole string, compared for any part."""
+
+    def __init__(self, value: bytes, sums: BoxSums, path: str, leaf: str):
+        self._value, self._sums, self._path, self._leaf = value, sums, path, leaf
+
+    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
+        found, stored = CRC32C.extend(0, self._value), self._sums.crcs[0]
+        if found != stored or self._sums.shape:
+            message = f"the string has the crc32c {found:#010x}, stored is {stored:#010x}; it is damaged"
+            raise CorruptCheckpointError(message, path=self._path, leaf=self._leaf)
+        return True

@@ -36,7 +36,7 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect import is_file, subdirectories
-from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf
+from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf, KnownLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode, database_files, find_item_files, stat_ahead
 from orbax_t5x.readers.orbax.metadata import (
@@ -72,7 +72,7 @@ from orbax_t5x.trees.dtypes import kind_of
 _aggregate = on_demand.function("orbax_t5x.readers.orbax.aggregate", "Aggregate")  # checkpoints of old Orbax only
 # Of items with checksums only.
 _read_item_sums = on_demand.function("orbax_t5x.readers.orbax.checksums", "read_item_sums")
-_string_leaf = on_demand.function("orbax_t5x.readers.string_leaf", "StringLeaf")  # checkpoints with strings only
+_string_checksums = on_demand.function("orbax_t5x.readers.orbax.checksums", "string_checksums")
 
 # Stands for dtypes of leaves that are no arrays of numbers.
 _NO_NUMBERS = np.dtype(object)
@@ -357,7 +357,9 @@ class _OrbaxOpening:
             self._leaves[named.name] = BrokenLeaf(named.name, error, directory)
             return
         value, own = strings[named.node.param], sums.get(named.node.param)
-        self._leaves[named.name] = _string_leaf(named.name, directory, value, self._root, own)
+        checksums = None if own is None else _string_checksums(value, own, directory, named.name)
+        array = np.array(value, object)
+        self._leaves[named.name] = KnownLeaf(named.name, self._root, array, path=directory, checksums=checksums)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
         """Adds the arrays without elements that our handler recorded."""
