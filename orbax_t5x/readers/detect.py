@@ -35,11 +35,7 @@ class PathProbe:
 
     Attributes:
       path: absolute, symlinks as the caller gave them.
-      kind: "file", "directory", "missing", "special" (a FIFO, a socket, a device), or "outside" (a link that leads out
-        of the directory it was looked for in).
-      head: the first bytes of a file.
-      size: of a file; None where a remote store does not report it.
-      names: what a directory holds.
+      kind, head, size, names: as of a `Look`.
     """
 
     path: str

@@ -11,18 +11,9 @@ import numpy as np
 STORAGES = {
     f"torch.{name}Storage": dtype
     for name, dtype in {
-        "Float": "float32",
-        "Double": "float64",
-        "Half": "float16",
-        "BFloat16": "bfloat16",
-        "Long": "int64",
-        "Int": "int32",
-        "Short": "int16",
-        "Char": "int8",
-        "Byte": "uint8",
-        "Bool": "bool",
-        "ComplexFloat": "complex64",
-        "ComplexDouble": "complex128",
+        **{"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"},
+        **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
+        **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
     }.items()
 } | {"torch.storage.UntypedStorage": None, "torch.storage._UntypedStorage": None}
 # Of quantized tensors: what an element takes.

@@ -105,10 +105,8 @@ def describe_repository(wanted: HubPath, timeout: float, most: int) -> bytes:
     revision = "" if wanted.revision is None else f"/revision/{urllib.parse.quote(wanted.revision, safe='')}"
     url = f"{hub_endpoint()}/api/models/{wanted.repository}{revision}"
     headers = {**package.utils.build_hf_headers(), "Accept-Encoding": "identity"}
-    session, options = (
-        package.utils.get_session(),
-        {"params": {"blobs": "true"}, "headers": headers, "timeout": timeout},
-    )
+    session = package.utils.get_session()
+    options = {"params": {"blobs": "true"}, "headers": headers, "timeout": timeout}
     # Of httpx, or of requests in earlier versions of the package.
     is_httpx = hasattr(session, "stream")
     with session.stream("GET", url, **options) if is_httpx else session.get(url, stream=True, **options) as response:

@@ -27,18 +27,9 @@ from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.readers.ranges.window_reader import WindowReader
 
-_NUMBERS = {
-    0xCA: struct.Struct(">f"),
-    0xCB: struct.Struct(">d"),
-    0xCC: struct.Struct(">B"),
-    0xCD: struct.Struct(">H"),
-    0xCE: struct.Struct(">I"),
-    0xCF: struct.Struct(">Q"),
-    0xD0: struct.Struct(">b"),
-    0xD1: struct.Struct(">h"),
-    0xD2: struct.Struct(">i"),
-    0xD3: struct.Struct(">q"),
-}
+# Numbers by first byte, from 0xCA on.
+_NUMBER_FORMS = (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q")
+_NUMBERS = {first: struct.Struct(form) for first, form in enumerate(_NUMBER_FORMS, 0xCA)}
 # First byte -> kind of value, and of how many bytes its length is.
 _SIZED = {
     0xC4: ("bytes", 1),

@@ -46,25 +46,11 @@ _MAX_INT = 2**63 - 1
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
-        "BOOL": np.bool_,
-        "U8": np.uint8,
-        "I8": np.int8,
-        "U16": np.uint16,
-        "I16": np.int16,
-        "U32": np.uint32,
-        "I32": np.int32,
-        "U64": np.uint64,
-        "I64": np.int64,
-        "F16": np.float16,
-        "BF16": ml_dtypes.bfloat16,
-        "F32": np.float32,
-        "F64": np.float64,
-        "C64": np.complex64,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
-        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
-        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        **{"BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32},
+        **{"I32": np.int32, "U64": np.uint64, "I64": np.int64, "F16": np.float16, "BF16": ml_dtypes.bfloat16},
+        **{"F32": np.float32, "F64": np.float64, "C64": np.complex64, "F8_E4M3": ml_dtypes.float8_e4m3fn},
+        **{"F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2": ml_dtypes.float8_e5m2},
+        **{"F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz, "F8_E8M0": ml_dtypes.float8_e8m0fnu},
     }.items()
 }
 # Several elements share a byte; NumPy has no such arrays.
