@@ -24,18 +24,10 @@ from orbax_t5x.files.remote.server import connect
 # Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket
 # lists every chunk of every array, so these are statted first, all in one batch.
 KNOWN_NAMES = (
-    "_METADATA",
-    "_CHECKPOINT_METADATA",
-    "manifest.ocdbt",
-    "checkpoint",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "adapter_model.safetensors",
-    "flax_model.msgpack",
-    "flax_model.msgpack.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "adapter_model.bin",
+    *("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "checkpoint"),
+    *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
+    *("flax_model.msgpack", "flax_model.msgpack.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin"),
 )
 
 

@@ -38,11 +38,8 @@ from orbax_t5x.readers.ranges.elements import Elements, as_stored
 def read_by_windows(stored: ByteRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
     """Fills requests through staging buffers; blocks."""
     itemsize = stored.dtype.itemsize
-    boxes = [request.box for request in requests]
-    runs, wanted = union_runs(stored.shape, itemsize, boxes, MAX_GAP_BYTES)
-    join = wanted == sum(run.length * run.times for run in runs)
-    if checksum and not join:
-        runs = split_ends(runs, union_runs(stored.shape, itemsize, boxes, 0)[0])
+    runs, wanted, nbytes = _runs_of(stored.shape, itemsize, [request.box for request in requests], checksum)
+    join = wanted == nbytes
     grid = WindowGrid(stored.shape, itemsize, WINDOW_BYTES)
     elements = Elements(stored.dtype, stored.swap, stored.file.path, leaf)
     scatter = Scatter(stored.shape, grid.depth, requests, elements)
@@ -75,17 +72,26 @@ def _read_some(
     return ReadOutcome(checksums.flush(), size, 0), filled
 
 
+def _runs_of(
+    shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], is_summed: bool
+) -> tuple[Iterable[Run], int, int]:
+    """Returns the runs of boxes, and the bytes wanted and read."""
+    runs, wanted = union_runs(shape, itemsize, boxes, MAX_GAP_BYTES)
+    nbytes = sum(run.length * run.times for run in runs)
+    if is_summed and wanted != nbytes:
+        return split_ends(runs, union_runs(shape, itemsize, boxes, 0)[0]), wanted, nbytes
+    return runs, wanted, nbytes
+
+
 def count_reads(shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box], *, is_summed: bool) -> tuple[int, int]:
     """Counts the reads and bytes of boxes, summed or not."""
     boxes = [box for box in boxes if box_size(box)]
     if not boxes:
         return 0, 0
-    runs, wanted = union_runs(shape, dtype.itemsize, boxes, MAX_GAP_BYTES)
-    nbytes = sum(run.length * run.times for run in runs)
-    if as_stored(dtype) and _are_byte_ranges(shape, dtype.itemsize, boxes):
+    is_direct = as_stored(dtype) and _are_byte_ranges(shape, dtype.itemsize, boxes)
+    runs, _, nbytes = _runs_of(shape, dtype.itemsize, boxes, is_summed and not is_direct)
+    if is_direct:
         return sum(-(-run.length // WINDOW_BYTES) * run.times for run in runs), nbytes
-    if is_summed and wanted != nbytes:
-        runs = split_ends(runs, union_runs(shape, dtype.itemsize, boxes, 0)[0])
     return WindowGrid(shape, dtype.itemsize, WINDOW_BYTES).count(runs), nbytes
 
 
