@@ -114,13 +114,6 @@ _OPENING_AT_ONCE = 4096
 _INLINE_BYTES = 1024
 
 
-class NamedNode(NamedTuple):
-    """A node of an item, with the name that its leaf has."""
-
-    name: str
-    node: NodeMetadata
-
-
 # Names that a URL takes for `..`, which are none in TensorStore's files.
 _ENCODED_DOTS = frozenset({"%2e%2e", "%2e.", ".%2e"})
 
@@ -160,7 +153,7 @@ class ItemArrays:
         """True if a chunk may be absent; never in zarr v2."""
         return self.metadata.absent_is_fill and self.metadata.use_zarr3
 
-    def open(self, nodes: Sequence[NamedNode]) -> Iterator[Leaf]:
+    def open(self, nodes: Sequence[NodeMetadata]) -> Iterator[Leaf]:
         """Yields the leaves of all nodes, in their order."""
         if not self.root.is_remote:
             yield from map(self._leaf, nodes)
@@ -168,69 +161,65 @@ class ItemArrays:
         for start in range(0, len(nodes), _OPENING_AT_ONCE):
             some = nodes[start : start + _OPENING_AT_ONCE]
             if self.database is None:
-                directories = [inside(self.name, array_key(named.node.param)) for named in some]
+                directories = [inside(self.name, array_key(node.param)) for node in some]
                 files = [inside(directory, self.array_metadata) for directory in directories]
                 self.root.stat_ahead(files)
                 self.root.read_ahead(files, limit=self.limits.json_bytes)
             yield from waiting_pool().map(self._leaf, some)
 
-    def _leaf(self, named: NamedNode) -> Leaf:
+    def _leaf(self, node: NodeMetadata) -> Leaf:
         """Makes the leaf of an array, broken if it cannot be read."""
         try:
-            array, files = self._array(named)
+            array, files = self._array(node)
             self.limits.require_shape(array.kind.shape, array.kind.dtype)
             return chunked_leaf(
-                named.name,
+                node.name,
                 self.directory,
                 array,
-                None if self.kvstore is None else functools.partial(self._spec, self.kvstore, named),
+                None if self.kvstore is None else functools.partial(self._spec, self.kvstore, array_key(node.param)),
                 root=self.root,
-                prng_impl=self.prng_impls.get(named.node.param),
-                sums=self.sums.get(named.node.param),
+                prng_impl=self.prng_impls.get(node.param),
+                sums=self.sums.get(node.param),
                 inline_bytes=0 if self.database is None else _INLINE_BYTES,
                 files=files,
                 limits=self.limits,
             )
         except CheckpointError as error:
-            return BrokenLeaf(named.name, error, self.directory)
+            return BrokenLeaf(node.name, error, self.directory)
         except (ValueError, NotImplementedError) as error:
             doing, is_remote = "opening it", self.root.is_remote
-            typed = typed_error(error, path=self.directory, leaf=named.name, doing=doing, is_remote=is_remote)
-            return BrokenLeaf(named.name, typed)
+            typed = typed_error(error, path=self.directory, leaf=node.name, doing=doing, is_remote=is_remote)
+            return BrokenLeaf(node.name, typed)
 
-    def _array(self, named: NamedNode) -> tuple[FetchedArray, Snapshot]:
+    def _array(self, node: NodeMetadata) -> tuple[FetchedArray, Snapshot]:
         """Finds an array and its files; they are seen before its metadata."""
-        key, limit = array_key(named.node.param), self.limits.json_bytes
+        key, limit = array_key(node.param), self.limits.json_bytes
         if self.database is not None and self.values is not None:
-            name = inside(key, self.array_metadata)
-            data = self.values.read_range(name, BoundedRange.whole(limit), ReadContext(named.name))
-            if data is None:
-                raise CorruptCheckpointError(f"opening it: {name} is missing", path=self.directory)
-            return FetchedArray(self._kind(data), self.values, key), self.database
-        directory = inside(self.name, key)  # of a tree that is one array, the item itself
-        if self.kvstore is not None and key.lower() in _ENCODED_DOTS:
-            self.root.require_plain(self.name, leaf=named.name)
+            values, files = self.values, self.database
+        elif self.kvstore is not None and key.lower() in _ENCODED_DOTS:
+            self.root.require_plain(self.name, leaf=node.name)
             values = TensorStoreValues(self.kvstore, self.directory, self.context, is_database=False)
-            data = values.read_range(
-                inside(key, self.array_metadata), BoundedRange.whole(limit), ReadContext(named.name)
-            )
-            files = Snapshot(self.root, [self.name], self.array_metadata, leaf=named.name)
-            return FetchedArray(self._kind(data or b""), values, key), files
-        try:
-            found = self.root.array_directory(directory, self.array_metadata, limit=limit, leaf=named.name)
-        except (CheckpointNotFoundError, CheckpointGoneError):
-            path = self.root.join(directory)
-            message = f"the directory of its array, or {self.array_metadata} in it, is missing"
-            raise CorruptCheckpointError(message, path=path) from None
-        return FetchedArray(self._kind(found.metadata), self.root, directory), found.files
+            files = Snapshot(self.root, [self.name], self.array_metadata, leaf=node.name)
+        else:
+            directory = inside(self.name, key)  # of a tree that is one array, the item itself
+            try:
+                found = self.root.array_directory(directory, self.array_metadata, limit=limit, leaf=node.name)
+            except (CheckpointNotFoundError, CheckpointGoneError):
+                path = self.root.join(directory)
+                message = f"the directory of its array, or {self.array_metadata} in it, is missing"
+                raise CorruptCheckpointError(message, path=path) from None
+            return FetchedArray(self._kind(found.metadata), self.root, directory), found.files
+        name = inside(key, self.array_metadata)
+        data = values.read_range(name, BoundedRange.whole(limit), ReadContext(node.name))
+        if data is None:
+            raise CorruptCheckpointError(f"opening it: {name} is missing", path=self.directory)
+        return FetchedArray(self._kind(data), values, key), files
 
     def _kind(self, data: bytes) -> ArrayKind:
         zarr3, absent_is_fill = self.metadata.use_zarr3, self.absent_is_fill
         make = functools.partial(ArrayKind, data, zarr3=zarr3, absent_is_fill=absent_is_fill, context=self.context)
         return self.kinds.get(data, make)
 
-    def _spec(self, kvstore: Mapping[str, Any], named: NamedNode) -> dict[str, Any]:
+    def _spec(self, kvstore: Mapping[str, Any], key: str) -> dict[str, Any]:
         is_ocdbt, zarr3 = self.database is not None, self.metadata.use_zarr3
-        return array_spec(
-            kvstore, array_key(named.node.param), ocdbt=is_ocdbt, zarr3=zarr3, absent_is_fill=self.absent_is_fill
-        )
+        return array_spec(kvstore, key, ocdbt=is_ocdbt, zarr3=zarr3, absent_is_fill=self.absent_is_fill)

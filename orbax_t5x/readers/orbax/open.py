@@ -38,11 +38,12 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect import is_file, subdirectories
 from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf, KnownLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
-from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode, database_files, find_item_files, stat_ahead
+from orbax_t5x.readers.orbax.arrays import ItemArrays, database_files, find_item_files, stat_ahead
 from orbax_t5x.readers.orbax.metadata import (
     CHECKSUMS_FILE,
     METADATA_FILE,
     UNTYPED,
+    NodeMetadata,
     inside,
     read_item_metadata,
     read_prng_impls,
@@ -311,15 +312,15 @@ class _OrbaxOpening:
         self._sequences.update(prefix + name if name else prefix.rstrip("/") for name in metadata.sequences)
         arrays = []
         for node in metadata.nodes:
-            named = NamedNode(prefix + node.name if node.name else prefix.rstrip("/"), node)
+            name = prefix + node.name if node.name else prefix.rstrip("/")
             if node.is_empty:
-                self._empties[named.name] = node.empty_value
+                self._empties[name] = node.empty_value
             elif node.param in strings or (node.value_type == "string" and not node.skipped):
-                self._add_string(named, strings, directory, sums)
+                self._add_string(name, node.param, strings, directory, sums)
             elif node.skipped:
-                self._add_aggregated(item, named)
+                self._add_aggregated(name, item, node)
             else:
-                arrays.append(named)
+                arrays.append(node._replace(name=name))
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
         opener = ItemArrays(
             *(self._root, item, directory, database, metadata, impls, sums, values), *(self._context, self._limits)
@@ -341,25 +342,25 @@ class _OrbaxOpening:
             self._bytes += aggregate.index_bytes
         return self._aggregates[item]
 
-    def _add_aggregated(self, item: str, named: NamedNode) -> None:
+    def _add_aggregated(self, name: str, item: str, node: NodeMetadata) -> None:
         """Adds a leaf with its value in the msgpack file."""
         try:
-            self._leaves[named.name] = self._aggregate(item).leaf(named.node, named.name)
+            self._leaves[name] = self._aggregate(item).leaf(node, name)
         except CheckpointNotFoundError:
             message = f"its value is in the msgpack file {MSGPACK_FILE!r} of an early Orbax, which is missing"
-            self._leaves[named.name] = BrokenLeaf(named.name, CorruptCheckpointError(message), self._root.join(item))
+            self._leaves[name] = BrokenLeaf(name, CorruptCheckpointError(message), self._root.join(item))
         except CheckpointError as error:
-            self._leaves[named.name] = BrokenLeaf(named.name, error)
+            self._leaves[name] = BrokenLeaf(name, error)
 
-    def _add_string(self, named: NamedNode, strings: Mapping[str, bytes], directory: str, sums: Any) -> None:
-        if named.node.param not in strings:
+    def _add_string(self, name: str, param: str, strings: Mapping[str, bytes], directory: str, sums: Any) -> None:
+        if param not in strings:
             error = CorruptCheckpointError("the string is missing in _strings.json")
-            self._leaves[named.name] = BrokenLeaf(named.name, error, directory)
+            self._leaves[name] = BrokenLeaf(name, error, directory)
             return
-        value, own = strings[named.node.param], sums.get(named.node.param)
-        checksums = None if own is None else _string_checksums(value, own, directory, named.name)
+        value, own = strings[param], sums.get(param)
+        checksums = None if own is None else _string_checksums(value, own, directory, name)
         array = np.array(value, object)
-        self._leaves[named.name] = KnownLeaf(named.name, self._root, array, path=directory, checksums=checksums)
+        self._leaves[name] = KnownLeaf(name, self._root, array, path=directory, checksums=checksums)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
         """Adds the arrays without elements that our handler recorded."""
