@@ -1,14 +1,17 @@
 """GGUF checkpoints: a file, its parts, or their directory.
 
 Boxes are read by byte range. Opening reads the header, nothing else. Names are llama.cpp's, dimensions are turned round
-to NumPy's order. Of GGML's quantizations Q8_0 is read, as float32; a leaf in another one is listed and says which. The
-format keeps no checksum.
+to NumPy's order. Of GGML's quantizations Q8_0 is read, as float32, a slab of the array at a time; a leaf in another one
+is listed and says which. The format keeps no checksum.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import struct
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -22,19 +25,107 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.extras.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
 from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.files.strict_json import charge_parsed
-from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.lazy.box import Box, box_shape, box_size
+from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.walk import most_leaves, too_many
 from orbax_t5x.readers.hub_files import LFS_POINTER, PART, ModelFiles, parts_of, refuse_lfs_pointer
 from orbax_t5x.readers.leaves import BrokenLeaf
-from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
+from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.ranges.window_reader import WindowReader
+
+BLOCK_ELEMENTS = 32
+_SCALE_BYTES = 2
+_BLOCK = np.dtype(f"V{_SCALE_BYTES + BLOCK_ELEMENTS}")
+# Of blocks in memory at a time; as float32 they take four times as much.
+_SLAB_BYTES = 2 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Q8Range(StoredRange):
+    """A row-major array of blocks.
+
+    Readers have proven that the last dimension is a multiple of 32.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // BLOCK_ELEMENTS * _BLOCK.itemsize
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        return self._blocks().bytes_of(tuple([_in_blocks(box) for box in boxes if box_size(box)]))
+
+    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
+        for box, out in requests:
+            if box_shape(box) != out.shape or out.dtype != self.dtype:
+                raise ValueError(f"{leaf}: a buffer of {out.dtype} {out.shape} for {box} of {self.dtype}")
+        stored = self._blocks()
+        wanted = gaps = 0
+        for some in _slabs(stored.shape, [request for request in requests if request.out.size]):
+            boxes = [_in_blocks(box) for box, _ in some]
+            blocks = [Request(box, np.empty(box_shape(box), _BLOCK)) for box in boxes]
+            outcome = stored.read(blocks, checksum=False, leaf=leaf)
+            wanted, gaps = wanted + outcome.wanted, gaps + outcome.gaps
+            for request, block in zip(some, blocks, strict=True):
+                _dequantize(block.out, request)
+        return ReadOutcome([], wanted, gaps)
+
+    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
+        return self._blocks().sum(ranges, leaf=leaf)
+
+    def _blocks(self) -> ByteRange:
+        return ByteRange(self.file, self.offset, (*self.shape[:-1], self.shape[-1] // BLOCK_ELEMENTS), _BLOCK)
+
+
+def _in_blocks(box: Box) -> Box:
+    """Returns the box of blocks that hold a box of elements."""
+    low, high = box[-1]
+    return (*box[:-1], (low // BLOCK_ELEMENTS, -(-high // BLOCK_ELEMENTS)))
+
+
+def _slabs(shape: tuple[int, ...], requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Yields the requests cut along the longest dimension.
+
+    It is that of the array of blocks; no slab takes too much.
+    """
+    size = sum([box_size(_in_blocks(box)) for box, _ in requests]) * _BLOCK.itemsize
+    if size <= _SLAB_BYTES:
+        if requests:
+            yield list(requests)
+        return
+    axis = int(np.argmax(shape))
+    unit = BLOCK_ELEMENTS if axis == len(shape) - 1 else 1
+    step = max(1, shape[axis] * _SLAB_BYTES // size)
+    for start in range(0, shape[axis], step):
+        if some := [part for one in requests if (part := _cut_request(one, axis, start * unit, (start + step) * unit))]:
+            yield some
+
+
+def _cut_request(request: Request, axis: int, low: int, high: int) -> Request | None:
+    """Cuts a request to a range, or returns None."""
+    box, out = request
+    first, last = max(box[axis][0], low), min(box[axis][1], high)
+    if first >= last:
+        return None
+    index = (*[slice(None)] * axis, slice(first - box[axis][0], last - box[axis][0]))
+    return Request((*box[:axis], (first, last), *box[axis + 1 :]), out[index])
+
+
+def _dequantize(blocks: np.ndarray, request: Request) -> None:
+    """Fills a buffer with the elements of its blocks."""
+    box, out = request
+    stored = blocks.view(np.uint8).reshape(*blocks.shape, _BLOCK.itemsize)
+    scales = np.ascontiguousarray(stored[..., :_SCALE_BYTES]).view("<f2").astype(np.float32)
+    with np.errstate(all="ignore"):  # a scale may be no number
+        values = stored[..., _SCALE_BYTES:].view(np.int8) * scales
+    start = box[-1][0] % BLOCK_ELEMENTS
+    out[...] = values.reshape(*blocks.shape[:-1], -1)[..., start : start + out.shape[-1]]
+
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
