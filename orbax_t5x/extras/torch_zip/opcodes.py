@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
-from orbax_t5x.extras.torch_zip.stack import PickleStack
 from orbax_t5x.extras.torch_zip.values import (
     CALLS,
     DTYPES,
@@ -21,6 +20,7 @@ from orbax_t5x.extras.torch_zip.values import (
     Node,
     Opaque,
     OrderedNode,
+    PickleStack,
     StorageNode,
     TensorNode,
     Tuple,

@@ -26,12 +26,12 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.extras.torch_zip.opcodes import parse_next, parse_pickle
-from orbax_t5x.extras.torch_zip.stack import PickleEndsError
 from orbax_t5x.extras.torch_zip.values import (
     WITHOUT_NUMPY,
     Name,
     Node,
     Opaque,
+    PickleEndsError,
     StorageNode,
     TensorNode,
     Tuple,

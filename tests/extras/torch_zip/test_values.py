@@ -1,10 +1,12 @@
 """Names of a PyTorch file's pickle become data; arguments that are none of theirs are refused."""
 
+import pickle
+
 import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
 from orbax_t5x.extras.torch_zip.values import Name, Opaque, OrderedNode, StorageNode, TensorNode
 from orbax_t5x.files.limits import Limits
@@ -12,8 +14,8 @@ from orbax_t5x.testing.leaf_reads import leaf_of
 from tests.support.torch_files import Op, SavedTensor, call, name, opcodes, ordered, pickled
 
 
-def parsed(data):
-    return parse_pickle(data, "file", len(data), Limits())
+def parsed(data, **limits):
+    return parse_pickle(data, "file", len(data), Limits(**limits))
 
 
 def test_names_become_data():
@@ -116,3 +118,27 @@ def test_a_tensor_of_a_class_of_its_own_is_not_taken_for_its_numbers():
 def test_arguments_that_do_not_fit(made):
     with pytest.raises(CorruptCheckpointError, match=r"arguments|no tuple"):
         parsed(pickled(made))
+
+
+def test_what_is_shared_stays_shared():
+    one = ["once"]
+    found = parsed(pickle.dumps({"a": one, "b": one}, 2))
+    assert found["a"] is found["b"]
+    one.append(one)
+    found = parsed(pickle.dumps(one, 2))
+    assert found[1] is found
+
+
+@pytest.mark.parametrize(
+    "data", [b"(" * 900_000, b"]" * 900_000, b"N" + b"q\0" * 900_000, b")" + b"\x85" * 900_000, b"N0" * 900_000]
+)
+def test_bombs_cost_what_the_file_may(data):
+    with pytest.raises(LimitExceededError, match=r"more than \d+ (objects|operations)"):
+        parsed(b"\x80\x02" + data)
+
+
+def test_limits():
+    data = pickled({str(number): (number,) for number in range(100)})
+    parsed(data)
+    with pytest.raises(LimitExceededError, match=r"more than 20 (objects|operations) [\s\S]*Limits\.entries = 10"):
+        parsed(data, entries=10)
