@@ -120,11 +120,15 @@ def item_names(directory: str) -> list[str]:
 
 def recorded_items(directory: str) -> dict[str, Any]:
     """Reads a step's items and the names of their handlers."""
-    store = files_at(directory)
-    if not store.has_file(STEP_METADATA_FILE):
-        return {}
-    data = store.read_whole(STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
-    return items_in(parse_object(data, store.join(STEP_METADATA_FILE), allow_nan=True))
+    return items_in(_record_in(directory, STEP_METADATA_FILE) or {})
+
+
+def _record_in(directory: str, name: str) -> dict[str, Any] | None:
+    """Reads a JSON file of a directory, or returns None."""
+    files = files_at(directory)
+    if not files.has_file(name):
+        return None
+    return parse_object(files.read_whole(name, limit=_MAX_METADATA_BYTES), files.join(name), allow_nan=True)
 
 
 def items_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,14 +179,13 @@ def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
 
 def deleted_item(directory: str) -> str | None:
     """Reads the name of Orbax v1's half-deleted item, or None."""
-    if not is_file(directory, _DELETION_FILE):
+    record = _record_in(directory, _DELETION_FILE)
+    if record is None:
         return None
-    root = files_at(directory)
-    path = root.join(_DELETION_FILE)
-    record = parse_object(root.read_whole(_DELETION_FILE, limit=_MAX_METADATA_BYTES), path, allow_nan=True)
     name = record.get(_DELETED_NAME)
     if not isinstance(name, str):
-        raise CorruptCheckpointError(f"{_DELETED_NAME!r} is {str(name)[:200]!r}, not the name of an item", path=path)
+        message = f"{_DELETED_NAME!r} is {str(name)[:200]!r}, not the name of an item"
+        raise CorruptCheckpointError(message, path=files_at(directory).join(_DELETION_FILE))
     return name
 
 
@@ -219,15 +222,11 @@ def _deleted_item_if_known(directory: str) -> str | None:
 
 def _was_begun_by_orbax(directory: str) -> bool:
     """Tests if a step's metadata have the time of its beginning."""
-    if not is_file(directory, STEP_METADATA_FILE):
-        return False
-    root = files_at(directory)
     try:
-        data = root.read_whole(STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
-        metadata = parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
+        record = _record_in(directory, STEP_METADATA_FILE)
     except CheckpointError:
         return False
-    return metadata.get(_BEGUN) is not None
+    return record is not None and record.get(_BEGUN) is not None
 
 
 def _is_remote_step(directory: str) -> bool:
