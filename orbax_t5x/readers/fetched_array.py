@@ -21,8 +21,7 @@ from orbax_t5x.files.interface import Named
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange, ReadContext, RequestGroup
 from orbax_t5x.lazy.leaf import Request
-from orbax_t5x.readers.array_kind import ArrayKind, Sharding
-from orbax_t5x.readers.chunk_grid import requests_by_chunk
+from orbax_t5x.readers.array_kind import ArrayKind, Sharding, requests_by_chunk
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 
 _ABSENT = (1 << 64) - 1

@@ -20,8 +20,7 @@ from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import box_slices, intersect
 from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, HeldRead, Request
 from orbax_t5x.lazy.read_stats import ReadStats
-from orbax_t5x.readers.array_kind import SMALL_BYTES, ArrayKind
-from orbax_t5x.readers.chunk_grid import requests_by_chunk
+from orbax_t5x.readers.array_kind import SMALL_BYTES, ArrayKind, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.ocdbt_values import OcdbtValues, ValueLocation
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf

@@ -28,8 +28,7 @@ from orbax_t5x.files.memory import UNCHECKED_BYTES, empty_array, naming_memory_e
 from orbax_t5x.lazy.box import Box, box_size, box_slices
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.array_kind import ArrayKind
-from orbax_t5x.readers.chunk_grid import StoredChunks, count_chunks, requests_by_chunk
+from orbax_t5x.readers.array_kind import ArrayKind, StoredChunks, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY, typed_error
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.lazy import box_slices
-from orbax_t5x.readers.chunk_grid import ChunkKeys
+from orbax_t5x.readers.array_kind import ChunkKeys
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes
 from tests.support.array_strategies import boxes
 from tests.support.http_store import serving

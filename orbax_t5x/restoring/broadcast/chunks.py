@@ -14,16 +14,19 @@ import collections
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from orbax_t5x import on_demand
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.lazy.box import bounding_box, box_size, union_size
-from orbax_t5x.readers.chunk_grid import count_chunks
 from orbax_t5x.readers.ranges.windowed import count_reads
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds, StoreKind
 from orbax_t5x.restoring.execute.groups import Piece, cut_clean, pieces_stored_bytes, place_of, stored_bytes, to_chunks
 from orbax_t5x.restoring.plan import PlanEntry, boxes_by_leaf
+
+# Of chunked arrays only.
+_count_chunks: Callable[..., int] = on_demand.function("orbax_t5x.readers.array_kind", "count_chunks")
 
 # So much of a byte range is read by one process where several need some of it. Gaps of 4 KiB are read over.
 _RUN_BYTES = 256 << 10
@@ -332,5 +335,5 @@ def leaf_reads(leaf: Leaf, boxes: Sequence[Box]) -> ReadCounts:
     if not boxes or math.prod(leaf.chunks or leaf.shape) * leaf.dtype.itemsize <= leaf.inline_bytes:
         return ReadCounts(0, 0)
     if leaf.chunks is not None:
-        return ReadCounts(count_chunks(boxes, leaf.chunks), stored_bytes(leaf, boxes))
+        return ReadCounts(_count_chunks(boxes, leaf.chunks), stored_bytes(leaf, boxes))
     return ReadCounts(*count_reads(leaf.shape, leaf.dtype, boxes, is_summed=leaf.checksums is not None))
