@@ -45,6 +45,11 @@ class FoundRoots(NamedTuple):
     unclear: Mapping[str, tuple[str, ...]]
 
 
+def is_step(name: str) -> bool:
+    """Reports whether a name is that of the step."""
+    return name.rpartition("/")[2] == "step"
+
+
 def is_in_optimizer(name: str) -> bool:
     """Reports whether a name alone shows a leaf of an optimizer's state."""
     # Most names have neither word, which costs less to see than a regex.

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.containers import STANDARD_ROOTS
+from orbax_t5x.optim.containers import STANDARD_ROOTS, is_step
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape, dims_by_size, possible_dims
 from orbax_t5x.optim.moments import GLUED, SlotNames
@@ -187,11 +187,6 @@ class _Pairing:
 
     def _problem(self, leaf: str, message: str) -> None:
         self.result.problems.append(Problem("optimizer", leaf, f"no exact conversion: {message}", _RESET))
-
-
-def is_step(name: str) -> bool:
-    """Reports whether a name is that of the step."""
-    return name.rpartition("/")[2] == "step"
 
 
 def _step(names: Mapping[str, Shape]) -> str:

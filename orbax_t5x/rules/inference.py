@@ -17,8 +17,7 @@ import numpy as np
 
 from orbax_t5x import on_demand
 from orbax_t5x.lazy import View, as_view, broadcast_to
-from orbax_t5x.optim.containers import is_in_optimizer, rename_counts
-from orbax_t5x.optim.factored_state import is_step, optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.containers import is_in_optimizer, is_step, rename_counts
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x, shortest_path
 from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of, leaves_of
 from orbax_t5x.rules.pack import RulePack, join_packs
@@ -33,6 +32,9 @@ _BIAS = re.compile(r"(?:.*/)?(?:encoder|decoder)/(layers_\d+/)?relpos_bias/rel_e
 # What a target without an optimizer has no place for.
 _TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
 _adafactor_slots = on_demand.function("orbax_t5x.transforms.follow.adafactor_slots", "AdafactorSlots")
+_slot_conversions = [
+    on_demand.function("orbax_t5x.optim.factored_state", name) for name in ("t5x_to_optax", "optax_to_t5x")
+]
 _refusal_between = on_demand.function("orbax_t5x.rules.no_pack", "refusal_between")
 
 
@@ -177,7 +179,7 @@ def slots_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple
     have, want = (
         {name: tuple(leaf.shape) for name, leaf in side.items() if hasattr(leaf, "shape")} for side in (source, target)
     )
-    for convert in (t5x_to_optax, optax_to_t5x):
+    for convert in _slot_conversions:
         found = convert(have, want)
         if found.renames and not found.problems and found.renames.keys() <= want.keys():
             return (_adafactor_slots(),)

@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.optim.containers import find_roots
-from orbax_t5x.optim.factored_state import is_step
+from orbax_t5x.optim.containers import find_roots, is_step
 from orbax_t5x.rules.graph import marked_layouts
 from orbax_t5x.transforms.prefix import is_no_parameter
 from orbax_t5x.trees.named_leaves import named_leaves, require_levels

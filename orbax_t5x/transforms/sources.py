@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View
-from orbax_t5x.lazy.several import all_equal, average
 from orbax_t5x.transforms.base import Given, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
@@ -22,6 +22,8 @@ from orbax_t5x.trees.flat import FlatState
 
 _NAME_SOURCES = Fix.in_program("name the sources: ot.restore({'a': path, 'b': path}, …)")
 Weights = tuple[tuple[str, float], ...] | tuple[float, ...]
+
+_all_equal, _average_of = (on_demand.function("orbax_t5x.lazy.several", name) for name in ("all_equal", "average"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _average(views: list[View], weights: list[float], name: str, diagnostics: Di
         diagnostics.problem("dtype", name, message, Fix("leave it out of the pattern, and take it from one source"))
         return None
     if kinds <= {"bool", "object"}:
-        return all_equal(views)
+        return _all_equal(views)
     if kinds <= {"bool", "int"}:
         dtypes = ", ".join(dict.fromkeys(view.dtype.name for view in views))
         if any(weight / sum(weights) < 0 for weight in weights):
@@ -153,7 +155,7 @@ def _average(views: list[View], weights: list[float], name: str, diagnostics: Di
             diagnostics.problem("dtype", name, message, fix)
             return None
         diagnostics.warnings.append(f"Average: {name!r} holds integers ({dtypes}); their average is rounded")
-    return average(views, weights)
+    return _average_of(views, weights)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Remedy, Unmatch
 from orbax_t5x.restoring.sources import OneSource
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted
-from orbax_t5x.transforms import Average, Overlay, Transform
+from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 
@@ -152,14 +152,14 @@ def several_sources(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
     *others, last = map(repr, filled)
     names = f"{', '.join(others)} and {last}"
     # A source with fewer leaves is one that changes some of the others'.
-    overlay = Overlay(tuple(sorted(filled, key=lambda source: len(filled[source]))))
+    overlay = transforms.Overlay(tuple(sorted(filled, key=lambda source: len(filled[source]))))
     own_rules = [rule for source in filled for rule in rules.get(source, ())]
     reason = f"the sources {names} have leaves for them, each below its own name"
     if len({name for found_names in filled.values() for name in found_names}) == sum(map(len, filled.values())):
         yield Remedy((*own_rules, overlay), reason, _advice(own_rules, overlay) if own_rules else None)
         return
     # Where two sources have the same leaf, its name does not show which value is wanted.
-    average = Average(tuple([(source, 1.0) for source in sorted(filled)]))
+    average = transforms.Average(tuple([(source, 1.0) for source in sorted(filled)]))
     is_same = len(set(map(frozenset, filled.values()))) == 1
     ways = (average, overlay) if is_same else (overlay,)
     yield Remedy((*own_rules, ways[0]), reason, _advice(own_rules, *ways))
@@ -167,8 +167,8 @@ def several_sources(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
 
 def _advice(own_rules: list[OneSource], *ways: Transform) -> str:
     """Returns the fix in words: sources' transforms and combinations."""
-    meanings = {Average: "for their mean", Overlay: "to take each leaf from the first that has it"}
-    combine = ", or ".join(f"[{calls_code((way,))}] {meanings[type(way)]}" for way in ways)
+    meanings = {"Average": "for their mean", "Overlay": "to take each leaf from the first that has it"}
+    combine = ", or ".join(f"[{calls_code((way,))}] {meanings[type(way).__name__]}" for way in ways)
     given = ", ".join(f"{rule.source!r}: ot.Source(path, [{calls_code(rule.steps)}])" for rule in own_rules)
     sources = f"give the source its transforms: {{{given}}}, and " if given else ""
     return f"{sources}combine the sources: {combine}"

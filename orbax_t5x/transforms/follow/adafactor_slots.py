@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.errors import Fix
+from orbax_t5x.optim.containers import is_step
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape
-from orbax_t5x.optim.factored_state import SlotConversion, is_step, optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.factored_state import SlotConversion, optax_to_t5x, t5x_to_optax
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState
