@@ -22,6 +22,7 @@ import cramjam
 import numpy as np
 import tensorstore as ts
 
+from orbax_t5x.concurrency import OnceEach
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.ranges import BoundedRange
@@ -322,7 +323,8 @@ class ArrayKind:
         self.fill_value: np.ndarray | None = np.asarray(array.fill_value) if absent_is_fill else None
         self.fetched: tuple[int, ...] = self.shard if self.sharding is None else self.chunk
         spec["metadata"] = self.metadata if self.sharding is None else {**self.metadata, "codecs": self.sharding.codecs}
-        self._decoder = functools.partial(ChunkDecoder, kvstore, spec, self.fetched, context)
+        self._make_decoder = functools.partial(ChunkDecoder, kvstore, spec, self.fetched, context)
+        self._decoder: OnceEach[None, ChunkDecoder] = OnceEach()
         self.chunk_bytes: int = math.prod(self.fetched) * self.dtype.itemsize
         self.most_encoded: int = self.chunk_bytes + self.chunk_bytes // 32 + (1 << 16)
         sides = list(zip(self.shape, self.fetched, strict=True))
@@ -338,10 +340,11 @@ class ArrayKind:
             self.boxes = tuple(itertools.product(*cuts))
             self.stored_keys = tuple(map(self.keys.key, itertools.product(*map(range, self.grid))))
 
-    @functools.cached_property
+    @property
     def decoder(self) -> ChunkDecoder:
         """The decoder of any chunks, made at its first use."""
-        return self._decoder()
+        # Two of them would give chunks the same places.
+        return self._decoder.get(None, self._make_decoder)
 
     def _plain_codec(self) -> str | None:
         """Returns the codec of row-major, little-endian elements; "" for none."""

@@ -7,7 +7,6 @@ the event loop for each of thousands of small chunks would cost more than fetchi
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -39,10 +38,7 @@ class FetchedArray:
         self.values = values
         self.name = name
         self._prefix = f"{name}/" if name else ""
-
-    @functools.cached_property
-    def _indexes(self) -> OnceEach[str, np.ndarray | None]:
-        return OnceEach()
+        self._indexes: OnceEach[str, np.ndarray | None] | None = None if kind.sharding is None else OnceEach()
 
     @property
     def names(self) -> Callable[[], Awaitable[list[str]]] | None:
@@ -142,8 +138,8 @@ class FetchedArray:
         return self.kind.fill_value
 
     def _fetch(self, index: tuple[int, ...], context: ReadContext) -> bytes | None:
-        kind, sharding = self.kind, self.kind.sharding
-        if sharding is None:
+        kind, sharding, indexes = self.kind, self.kind.sharding, self._indexes
+        if sharding is None or indexes is None:
             return self.read_stored(kind.keys.key(index), context)
         sides = [shard // chunk for shard, chunk in zip(kind.shard, kind.chunk, strict=True)]
         shard, number = [], 0
@@ -151,7 +147,7 @@ class FetchedArray:
             shard.append(at // side)
             number = number * side + at % side
         key = self._prefix + kind.keys.key(shard)
-        entries = self._indexes.get(key, lambda: self._read_index(key, sharding, context))
+        entries = indexes.get(key, lambda: self._read_index(key, sharding, context))
         if entries is None:
             return None
         offset, size = entries[number].tolist()

@@ -270,6 +270,28 @@ def test_no_code_decides_by_the_text_of_an_error():
     assert {module for module, lines in found.items() if lines} == set()
 
 
+# From Python 3.12 on each thread that asks at once computes such a property: its values are equal, or one thread asks.
+CACHED_WHERE_THREADS_READ = {
+    "files.crc": {"_tables", "_table_lists"},
+    "readers.array_kind": {"checking_codec"},
+    "readers.box_sums": {"bases", "_corners"},
+    "readers.detect": {"files", "tail"},
+    "readers.ocdbt_values": {"in_tree"},
+    "readers.orbax.arrays": {"kvstore", "absent_is_fill"},
+}
+
+
+def test_what_threads_share_is_no_cached_property():
+    found: dict[str, set[str]] = collections.defaultdict(set)
+    for module in MODULES:
+        room = module.removeprefix(f"{PACKAGE.name}.")
+        if room.partition(".")[0] in ("concurrency", "extras", "files", "lazy", "readers"):
+            for node in ast.walk(tree_of(module)):
+                if isinstance(node, ast.FunctionDef) and "cached_property" in ast.dump(ast.List(node.decorator_list)):
+                    found[room].add(node.name)
+    assert found == CACHED_WHERE_THREADS_READ
+
+
 def test_every_module_says_what_it_is():
     assert [module for module in MODULES if not ast.get_docstring(tree_of(module))] == []
 
