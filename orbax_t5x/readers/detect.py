@@ -153,12 +153,11 @@ def hinted_owner(probe: PathProbe, rows: Sequence[Format]) -> Format | None:
 def two_owners(found: Mapping[str, str], path: str) -> UnsupportedCheckpointError:
     """Makes the error of a path with several formats' marks."""
     marks = ", and ".join(f"{name} by {mark}" for name, mark in found.items())
+    count = "two" if len(found) == 2 else len(found)
     return UnsupportedCheckpointError(
-        f"{'two' if len(found) == 2 else len(found)} formats own this path: {marks}",
+        f"{count} formats own this path: {marks}; ot.open_checkpoint, ot.verify and ot.Source take format=",
         path=path,
-        fix=Fix.any_of(
-            *(Fix.setting("say which to ot.open_checkpoint or ot.Source by {}", format=name) for name in found)
-        ),
+        fix=Fix.any_of(*(Fix.setting("say which by {}", format=name) for name in found)),
     )
 
 

@@ -113,7 +113,8 @@ def item_names(directory: str) -> list[str]:
     files.stat_ahead([f"{name}/{METADATA_FILE}" for name in names])
     names = [name for name in names if TEMPORARY_MARK not in name]
     items = [name for name in names if is_item(os.path.join(directory, name))]
-    if not items and not files.has_file(STEP_METADATA_FILE):
+    # Managers alone made steps of such items. Elsewhere they are checkpoints side by side.
+    if not items and step_of_name(os.path.basename(directory)) is not None and not files.has_file(STEP_METADATA_FILE):
         items = [name for name in names if step_of_name(name) is None and is_early_item(files, name)]
     return sorted(items)
 

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError
+from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
 from orbax_t5x.testing.leaf_reads import assert_same
 
 
@@ -70,6 +70,14 @@ def test_folders_of_early_items_that_have_steps_names_are_steps(item, tmp_path):
     shutil.copytree(item, tmp_path / "run_3" / "checkpoint_2")
     with ot.open_checkpoint(tmp_path / "run_3") as checkpoint:
         assert (checkpoint.path, checkpoint.step) == (str(tmp_path / "run_3" / "checkpoint_2"), 2)
+
+
+def test_early_items_side_by_side_are_no_step(item, tmp_path):
+    (item / "_METADATA").unlink()
+    for name in ("one", "other"):
+        shutil.copytree(item, tmp_path / "runs" / name)
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint here.*found one, other"):
+        ot.open_checkpoint(tmp_path / "runs")
 
 
 def test_a_root_of_such_steps(item, tmp_path):
