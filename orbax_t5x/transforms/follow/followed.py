@@ -190,7 +190,7 @@ class FollowedState:
                 {kind: slots for kind, slots in kinds.items() if slots},
                 {kind: wanted[leaf.plain, kind] for kind in kinds if (leaf.plain, kind) in wanted},
                 is_by_size=group[0].form == "kind first",
-                is_first=group[0].form == "kind first" and _is_first(group[0].node),
+                is_first=group[0].form != "kind first" or _is_first(group[0].node),
                 unused_kinds=unused_kinds,
             )
             slots = follow_parameter(parameter, self._rule_of)
