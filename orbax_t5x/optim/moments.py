@@ -31,6 +31,7 @@ Form = Literal["kind first", "kind last", "glued"]
 # Parameters in a train state; below them the words of optimizers are modules.
 _PARAMETER_ROOTS = frozenset({"params", "target"})
 _USUAL_ROOTS = frozenset({"params", "model", "target"})
+_OPTIMIZER_WORDS = frozenset({"opt", "optim", "optimizer", "state", "states", "param"})
 # Flax puts this between a kind and the paths where an optimizer was made for `{"params": …}`.
 _INNER_ROOT = "params"
 # An ending that more leaves share, such as `kernel`, tells nothing, and comparing it would cost the square.
@@ -189,6 +190,8 @@ class _Search:
         if any(map(is_container, directory.split("/"))):
             return True
         node, _, kind = directory.rpartition("/")
+        if has_copy_word(kind) and not node.rpartition("/")[2].isdecimal():
+            return False
         siblings = {path.rpartition("/")[2] for path, other in votes if other == root and path.rpartition("/")[0] == node}
         if len(siblings & KINDS) > 1 or prefixed(node, "count") in self.names:
             return True
@@ -422,9 +425,10 @@ def _mark(parts: Sequence[str]) -> int | None:
 def _best_roots(directory: str, roots: Sequence[str], votes: Mapping[tuple[str, str], set[str]]) -> list[str]:
     """Returns the root that the most evidence is for, or several that nothing tells apart."""
 
-    def evidence(root: str) -> tuple[int, int, bool, bool]:
-        shared = len(_words(root) & _words(directory))
-        return len(votes[directory, root]), shared, not has_copy_word(root), _is_usual(root)
+    def evidence(root: str) -> tuple[int, int, int, bool, bool]:
+        words = _words(root)
+        shared = len(words & _words(directory))
+        return len(votes[directory, root]), shared, shared - len(words), not has_copy_word(root), _is_usual(root)
 
     strongest = max(map(evidence, roots))
     return sorted(root for root in roots if evidence(root) == strongest)
@@ -432,8 +436,8 @@ def _best_roots(directory: str, roots: Sequence[str], votes: Mapping[tuple[str, 
 
 def _words(path: str) -> set[str]:
     """Returns the words that tell two models apart."""
-    words = {word for part in path.split("/") if not is_container(part) for word in re.split("[^A-Za-z0-9]+", part)}
-    return {word for word in words if not word.isdecimal() and not has_copy_word(word)} - KINDS - _USUAL_ROOTS
+    words = {word for word in re.split("[^A-Za-z0-9]+", path) if not word.isdecimal() and not has_copy_word(word)}
+    return words - KINDS - _USUAL_ROOTS - _OPTIMIZER_WORDS
 
 
 def _is_usual(root: str) -> bool:

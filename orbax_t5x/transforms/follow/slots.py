@@ -49,6 +49,7 @@ class NewParameter:
       slots: Slots of a node by kind, and by the names of the old parameters.
       wanted: Shapes of the target's slots by kind, as far as they are known.
       is_by_size: True where sizes decide about factors for every rank (Optax), not only for matrices (T5X).
+      is_copy: True where the slots are copies of parameters.
       is_first: True where the node is the first of its chain.
       unused_kinds: Kinds of which the optimizer has placeholders only.
     """
@@ -58,6 +59,7 @@ class NewParameter:
     slots: Mapping[str, Mapping[str, Any]]
     wanted: Mapping[str, Shape]
     is_by_size: bool
+    is_copy: bool
     is_first: bool
     unused_kinds: frozenset[str]
 
@@ -82,10 +84,11 @@ def follow_parameter(parameter: NewParameter, rule_of: RuleOf) -> NewSlots:
     is_same = whole is not None and all(
         parameter.wanted.get(kind) in (None, _shape(parameter.slots[kind][whole.name])) for kind in kinds
     )
-    if whole is not None and is_same:
+    if whole is not None and is_same and not parameter.is_copy:
         result.views.update({kind: parameter.slots[kind][whole.name] for kind in kinds})
         return result
     is_factored = all(kind in kinds for kind in FACTORS)
+    # A copy takes casts and added constants, too.
     for kind in kinds:
         if not is_factored or kind not in _SECOND_MOMENT:
             _follow_kind(parameter, kind, result)
@@ -141,7 +144,7 @@ def _replay(parameter: NewParameter, kind: str, result: NewSlots) -> None:
     def slot_of(symbol: Symbol, kept: KeptDims) -> View:
         return as_view(parameter.slots[kind][symbol.name], name=symbol.name)
 
-    replay = Replay(slot_of, of_parameters=False)
+    replay = Replay(slot_of, of_parameters=parameter.is_copy)
     try:
         result.views[kind] = replay.build(parameter.view, frozenset(range(parameter.view.ndim)))
     except ValueError as error:
