@@ -232,8 +232,6 @@ class _Placing:
                 if plain_name(name) != plain_name(origins[0]):
                     rule = "into the target's optimizer"
                     self._diagnostics.record_origins({name: (origins[0], rule)})
-                if (fidelity := self._diagnostics.fidelity.get(origins[0])) is not None:
-                    self._diagnostics.fidelity[name] = fidelity
         return self._with_step(result, target)
 
     def _renamed_lost(self, sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
