@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x import on_demand
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import Leaf
 from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.lazy.read_stats import counting_reads
@@ -211,6 +211,7 @@ def build_plan(
             f"transforms read {size_text(reads.bytes_read)} while the plan was made, in every process: "
             "view.map(fn) and ot.transforms.Affine compute as each shard is read"
         )
+    _refuse_lost(inputs, diagnostics)
     has_matched = decision.unmatched is None or bool(diagnostics.origin_of) or _is_changed(inputs.source, state)
     lineage = decision.lineage if has_matched else decision.unmatched or ()
     matcher = inputs.match(state, diagnostics)
@@ -253,6 +254,16 @@ def build_plan(
         if problems := _partial_rules(plan):
             raise diagnostics.error(problems, path=inputs.sources.path)
     return plan
+
+
+def _refuse_lost(inputs: PlanInputs, diagnostics: Diagnostics) -> None:
+    """Records a problem for each slot that the target wants and that cannot follow, unless `fallback_for` names it."""
+    patterns = [] if inputs.options.fallback is None else list(inputs.options.fallback_for or ())
+    for name, reason in diagnostics.lost.items():
+        if name in inputs.target.leaves and not any(re.fullmatch(pattern, name) for pattern in patterns):
+            message = f"the optimizer's leaf cannot follow its parameter: {reason}"
+            words = "if its history may be lost, pass {} with values for it in the fallback"
+            diagnostics.problem("optimizer", name, message, Fix.setting(words, fallback_for=(re.escape(name),)))
 
 
 def _migrations(given: Sequence[AnyTransform], rest: Sequence[AnyTransform]) -> PlanMigrations | None:

@@ -37,7 +37,7 @@ from orbax_t5x.testing.array_leaf import ArrayLeaf
 from orbax_t5x.transforms import Chain, Keep
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.transforms.run import run_and_place, run_transforms
 from orbax_t5x.trees.flat import FlatState, flatten, unflatten
 
 
@@ -70,7 +70,7 @@ def run(
 ) -> tuple[dict[str, np.ndarray | None], Diagnostics]:
     """Returns the result as NumPy, and the diagnostics."""
     diagnostics = Diagnostics()
-    result = transform.apply(dict(source), dict(target or {}), diagnostics)
+    result = run_and_place((transform,), source, target or {}, is_resuming=False, diagnostics=diagnostics)
     return {name: as_numpy(value) for name, value in result.items()}, diagnostics
 
 

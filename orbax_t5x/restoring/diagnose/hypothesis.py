@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Problem
-from orbax_t5x.optim.containers import is_in_optimizer
+from orbax_t5x.optim.optimizer_names import is_in_optimizer
 from orbax_t5x.restoring.targets import MissingLeaf, Target
 from orbax_t5x.transforms import Transform
 

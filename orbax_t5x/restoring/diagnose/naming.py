@@ -18,7 +18,7 @@ from typing import Any
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.containers import MOMENT_WORDS, may_be_moment
+from orbax_t5x.optim.optimizer_names import KINDS, may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Remedy, UnmatchedLeaves, as_template, model_leaves
 from orbax_t5x.restoring.fitting import is_layer_word
 from orbax_t5x.text.wording import listed
@@ -150,7 +150,7 @@ def _differing_parts(theirs: str, ours: str) -> list[Pair] | None:
         one, another = (list(map(int, re.findall(r"\d+", part))) for part in pair)
         if pair[0] == pair[1]:
             continue
-        if not MOMENT_WORDS.isdisjoint(pair) or _NUMBER in "".join(pair) or (one and another and one != another):
+        if not KINDS.isdisjoint(pair) or _NUMBER in "".join(pair) or (one and another and one != another):
             return None
         is_numbered = one == another and len(one) == 1
         found.append((re.sub(r"\d+", _NUMBER, pair[0]), re.sub(r"\d+", _NUMBER, pair[1])) if is_numbered else pair)
@@ -239,7 +239,7 @@ def _nearly_equal(one: Words, other: Words) -> bool:
     start = _first_difference(short, long)
     if len(long) - len(short) == 1:
         # A single word, such as `kernel`, is the end of too many names.
-        return len(short) > 1 and short[start:] == long[start + 1 :] and long[start] not in MOMENT_WORDS
+        return len(short) > 1 and short[start:] == long[start + 1 :] and long[start] not in KINDS
     return (
         len(long) == len(short) and short[start + 1 :] == long[start + 1 :] and _is_misspelt(short[start], long[start])
     )

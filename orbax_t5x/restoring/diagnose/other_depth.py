@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.containers import may_be_moment
+from orbax_t5x.optim.optimizer_names import may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Shapes, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import LEAVE_UNREAD
 from orbax_t5x.restoring.fitting import is_layer_word, stacked_part
@@ -124,8 +124,7 @@ def _explained(towers: Sequence[_Tower], unmatched: UnmatchedLeaves) -> Iterator
         message += f", if what {shown!r} holds are layers"
     ways = [_BUILD]
     if is_certain and unmatched.takes_rules:
-        befores = tuple(tower.before for tower in towers)
-        transform = _repeating(towers, follows=not all(name.startswith(befores) for name in names))
+        transform = _repeating(towers)
         ways.insert(0, Fix.adding(transform))
         message += f"; RepeatLayers makes layer i a copy of layer i * {old} // {new}"
     else:
@@ -138,12 +137,11 @@ def _explained(towers: Sequence[_Tower], unmatched: UnmatchedLeaves) -> Iterator
     yield Explanation(Problem(kind, None, message, Fix.any_of(*ways)), names)
 
 
-def _repeating(towers: Sequence[_Tower], *, follows: bool) -> Transform:
+def _repeating(towers: Sequence[_Tower]) -> Transform:
     patterns = [re.escape(tower.before) for tower in towers]
     pattern = patterns[0] if len(patterns) == 1 else f"(?:{'|'.join(patterns)})"
     axis, new = towers[0].axis, towers[0].new
-    repeat = transforms.RepeatLayers(pattern + (r"(\d+)[/.].*" if axis is None else ".*"), new, axis=axis)
-    return transforms.FollowOptimizer(repeat) if follows else repeat
+    return transforms.RepeatLayers(pattern + (r"(\d+)[/.].*" if axis is None else ".*"), new, axis=axis)
 
 
 # -- layers with numbers

@@ -78,8 +78,7 @@ def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy 
 
 
 def _is_prefix_rule(part: Transform) -> bool:
-    moved = part.transform if isinstance(part, transforms.FollowOptimizer) else part
-    return isinstance(moved, (transforms.Rename, transforms.Drop))
+    return isinstance(part, (transforms.Rename, transforms.Drop))
 
 
 def _with_translate(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from orbax_t5x.optim.moments import SlotNames
+from orbax_t5x.optim.moments import find_optimizer
 from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
@@ -15,10 +15,9 @@ from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.wording import leaves_text, listed
-from orbax_t5x.transforms import Chain, FollowOptimizer, Transform
-from orbax_t5x.transforms.base import AnyTransform
-from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
+from orbax_t5x.transforms.run import run_and_place
 
 # Open leaves that are printed, folded, and readings of each.
 _SHOWN_OPEN = 20
@@ -150,29 +149,15 @@ def align_leaves(
 def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
     """Writes moves as transforms; the rest is open."""
     _open_occupied(moves, source)
-    slots = SlotNames.among(source).slots(source)
+    slots = find_optimizer(source).parameters_of_slots()
     names = [name for name in source if name not in slots]
     transforms: Sequence[Transform] = moves_as_transforms(dict.fromkeys(moves.values()), names, list(target))
-    if slots and transforms:
-        transforms = [following(transforms)]
     states = _states(transforms, source, target)
     wrong = [name for name, move in moves.items() if not _is_made(states[-1].get(name), move, target[name])]
     for name in wrong:
         moves.open[name] = moves.pop(name).sources
     evidence = [_evidence(*pair, moves) for pair in itertools.pairwise(states)]
     return Alignment(tuple(transforms), tuple(evidence), dict(moves.open), moves, source, target)
-
-
-def following(transforms: Sequence[Transform]) -> FollowOptimizer:
-    """Makes the optimizer follow transforms, in one step.
-
-    Only their last names are the target's.
-    """
-    inner: list[AnyTransform] = []
-    for one in transforms:
-        own = one.transform if isinstance(one, FollowOptimizer) else one
-        inner.extend(own.steps if isinstance(own, Chain) else (own,))
-    return FollowOptimizer(inner[0] if len(inner) == 1 else Chain(inner))
 
 
 def _open_occupied(moves: Moves, source: Leaves) -> None:
@@ -198,7 +183,7 @@ def _states(transforms: Iterable[Transform], source: Leaves, target: Leaves) -> 
     symbols = {name: symbol_for(name, leaf) for name, leaf in source.items()}
     states = [{name: source[name] if symbol is None else symbol for name, symbol in symbols.items()}]
     for transform in transforms:
-        states.append(transform.apply(states[-1], target, Diagnostics()))
+        states.append(run_and_place((transform,), states[-1], {}))
     return states
 
 
