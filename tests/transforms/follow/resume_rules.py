@@ -29,6 +29,7 @@ class Rule:
       fill: What `Pad` puts into parameters.
       keeps_moments: Whether the moments stay where they are (`follow=False`).
       matches_all: Whether the rule matches the names of all trees by itself, copies that are none included.
+      names_moments: Whether the rule names moments by themselves.
       drops: Whether it takes parameters out.
       root: New key of the parameters, if the rule changes that alone.
     """
@@ -39,6 +40,7 @@ class Rule:
     fill: float = 0.0
     keeps_moments: bool = False
     matches_all: bool = False
+    names_moments: bool = False
     drops: bool = False
     root: str | None = None
 
@@ -97,7 +99,7 @@ class Drawer:
         choice = self.random.random()
         if choice < 0.15:
             return dataclasses.replace(rule, transform=T.FollowOptimizer(rule.transform))
-        can_stay = is_last and not rule.matches_all and rule.root is None
+        can_stay = is_last and not (rule.matches_all or rule.names_moments)
         if can_stay and choice < 0.2 and _has_follow(rule.transform):
             return dataclasses.replace(
                 rule, transform=dataclasses.replace(rule.transform, follow=False), keeps_moments=True
@@ -440,7 +442,7 @@ class Drawer:
             (f"{self._full(module)}/(.*)", rf"{self.names.prefix}{new}/\1"),
             (rf"({re.escape(self.names.optimizer)}(?:.*/|)){kind}/{re.escape(module)}/(.*)", rf"\1{kind}/{new}/\2"),
         ]
-        return self._renaming(T.Rename(rules), {module: new})
+        return self._renaming(T.Rename(rules), {module: new}, names_moments=True)
 
 
 def _has_follow(transform: Any) -> bool:

@@ -225,10 +225,13 @@ class Expected:
       may_be_new: Whether a value of the fallback is right, too.
       needs: Names of checkpoint leaves that the value is made of.
       is_moment: Whether it is an optimizer's leaf.
+      group: What the slots of one hidden array have in common: one approximate slot makes all of them so.
+      alike: Values of leaves of the same kind elsewhere in the optimizer.
     """
 
     values: list[Any]
     may_be_new: bool = False
     needs: frozenset[str] = frozenset()
     is_moment: bool = False
-    is_free: bool = False
+    group: Any = None
+    alike: list[Any] = dataclasses.field(default_factory=list)
