@@ -91,6 +91,11 @@ def convert_slots(
       rules: T5X's rules by the parameters' paths below their root.
     """
     old, new = _Side(source), _Side(target)
+    # A state of an optimizer alone is that of the other side's parameters.
+    if not new.parameters:
+        new = _Side({**{name: source[name] for name in old.parameters.values()}, **target})
+    elif not old.parameters:
+        old = _Side({**{name: target[name] for name in new.parameters.values()}, **source})
     for t5x, optax in ((old, new), (new, old)):
         if t5x.slots and optax.chains:
             pairing = _Pairing(SlotConversion(), t5x, optax, rules or {}, to_optax=t5x is old)

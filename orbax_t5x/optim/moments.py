@@ -167,7 +167,8 @@ class _Search:
                     votes[directory, root].add(parameter)
         by_directory: dict[str, list[str]] = collections.defaultdict(list)
         for directory, root in votes:
-            by_directory[directory].append(root)
+            if self._is_told(directory, root, votes):
+                by_directory[directory].append(root)
         best = {directory: _best_roots(directory, roots, votes) for directory, roots in by_directory.items()}
         accepted: dict[str, str] = {}
         for directory in sorted(best, key=lambda path: (-len(votes[path, best[path][0]]), not best[path][0])):
@@ -181,6 +182,17 @@ class _Search:
             self._roots.add(root)
             self._directories.update(parent for name in votes[directory, root] for parent in parents(name))
         return {self._box(directory, accepted): root for directory, root in accepted.items()}
+
+    def _is_told(self, directory: str, root: str, votes: Mapping[tuple[str, str], set[str]]) -> bool:
+        """Returns True if more than a kind's name says that a directory is a moment."""
+        if any(map(is_container, directory.split("/"))):
+            return True
+        node, _, kind = directory.rpartition("/")
+        siblings = {path.rpartition("/")[2] for path, other in votes if other == root and path.rpartition("/")[0] == node}
+        if len(siblings & KINDS) > 1 or prefixed(node, "count") in self.names:
+            return True
+        arrays = {plain for plain in self.names if is_below(plain, root) and self._is_array(plain)}
+        return bool(root) and kind in KINDS and len(arrays) > 1 and votes[directory, root] == arrays
 
     def _endings(self, marks: Mapping[str, int]) -> dict[str, list[str]]:
         """Returns the plain names by each of their endings whose beginning has no optimizer's word."""
@@ -369,7 +381,8 @@ class _Search:
     # -- shapes
 
     def _is_array(self, plain: str) -> bool:
-        return bool(self._shapes[plain]) and plain not in self._integers
+        """Returns True for floating-point arrays, and for leaves of which nothing but the name is known."""
+        return self._shapes[plain] != () and plain not in self._integers
 
     def _repeats(self, slots: Mapping[str, str], paths: set[str]) -> bool:
         return slots.keys() <= paths and all(self._fits(plain, parameter) for parameter, plain in slots.items())

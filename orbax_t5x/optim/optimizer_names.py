@@ -7,13 +7,8 @@ import re
 GLUED_KINDS: dict[str, str] = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
 """Kinds of Adafactor's slots by the ends of their names in Mesh TensorFlow."""
 
-KINDS = frozenset(
-    (
-        *("mu", "nu", "m", "v", "v_row", "v_col", "trace", "momentum", "ema", "exp_avg", "exp_avg_sq", "acc_grads"),
-        *("nu_max", "z", "grad", "prev_updates", "sum_of_squares", "e_g", "e_x", "accumulator"),
-    )
-)
-"""Names of moments in Optax's states, T5X's optimizers and PyTorch's."""
+KINDS = frozenset({"mu", "nu", "v_row", "v_col", "trace", "momentum", "ema", "exp_avg", "exp_avg_sq"})
+"""Names that tell moments where no word of an optimizer is above them; those of Optax, T5X and PyTorch."""
 
 _COPIES = frozenset({"ema", "average", "averaged", "avg", "target", "slow", "shadow", "polyak", "swa"})
 _STATE = re.compile(r"(?:.*_)?opt_states?|param_states|(?:.*_)?(?:optimizer|optim)_states?")

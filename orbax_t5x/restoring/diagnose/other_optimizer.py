@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.containers import is_in_optimizer
-from orbax_t5x.optim.moments import SlotNames
+from orbax_t5x.optim.moments import find_optimizer
+from orbax_t5x.optim.optimizer_names import is_in_optimizer
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import give_values
 from orbax_t5x.text.wording import leaves_text
@@ -22,7 +22,8 @@ _OPTIMIZERS = (
     ({"trace"}, "SGD's with momentum"),
     ({"mu"}, "Lion's"),
 )
-_ANEW = Fix.setting("give {} values, which start the optimizer anew", fallback=...)
+_SAME = Fix.by_target("make the target with the checkpoint's optimizer")
+_ANEW = Fix.setting("if the optimizer is to begin without its history, pass {}", fallback=..., fallback_for=...)
 _CONVERT_BUNDLE = Fix("put ot.transforms.AdafactorSlots() behind ot.rules.mesh_tf_to_t5x()")
 _CONVERT = Fix("begin the transforms with ot.transforms.AdafactorSlots(), before parameters are renamed")
 
@@ -35,7 +36,7 @@ def other_optimizer(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         return
     stored, theirs = _optimizer({name: value for name, value in unmatched.source.items() if value is not None})
     first = unmatched.wanted[missing[0]]
-    ways = [give_values(first) if first.is_barred else _ANEW]
+    ways = [_SAME, give_values(first) if first.is_barred else _ANEW]
     message = f"the checkpoint has {theirs} state, the target {ours}"
     if not stored:
         message = "the checkpoint has no optimizer's state"
@@ -50,8 +51,9 @@ def other_optimizer(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
 
 def _optimizer(leaves: Mapping[str, Any]) -> tuple[set[str], str]:
     """Returns an optimizer's leaves, and its owner."""
-    slots = SlotNames.among(leaves).slots(leaves)
-    names = {name for name in leaves if name in slots or is_in_optimizer(name)}
+    optimizer = find_optimizer(leaves)
+    names = {name for name in leaves if optimizer.has(name) or is_in_optimizer(name)}
     # Slots of parameters that a target lacks are known by their words only.
-    words = {slot.kind for slot in slots.values()} or {word for name in names for word in name.split("/")}
+    words = {moments.kind for moments in optimizer.moments if not moments.is_copy}
+    words = words or {word for name in names for word in name.split("/")}
     return names, next((name for kinds, name in _OPTIMIZERS if kinds <= words), "an optimizer's")

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from orbax_t5x import transforms as tr
-from orbax_t5x.optim.moments import SlotNames
 from orbax_t5x.testing.transform_suite import run
 from tests.support.followed_networks import state
 
@@ -29,32 +28,3 @@ def test_scalars_and_nones_by_hand():
     nested = {"target": {"a": 1, "b": 2}, "state": {"param_states": {"0": {"mu": {"a": 3, "b": 4}}, "a": None}}}
     result = tr.FollowOptimizer(tr.Rename([("target/a", "target/c")]))(nested, {})
     assert result == {"target": {"c": 1, "b": 2}, "state": {"param_states": {"0": {"mu": {"c": 3, "b": 4}}, "c": None}}}
-
-
-def test_slots_are_found_by_their_endings():
-    names = [
-        "target/w",
-        "target/mu/w",
-        "state/param_states/0/mu/w",
-        "state/param_states/0/mu/mu/w",
-        "state/param_states/0/nu/w",
-        "state/param_states/0/nu/mu/w",
-        "state/param_states/0/count",
-        "state/param_states/w/v_row",
-        "state/param_states/mu/w/v_row",
-        "state/param_states/w",
-        "state/step",
-    ]
-    found = {name: (slot.kind, slot.param) for name, slot in SlotNames().slots(dict.fromkeys(names)).items()}
-    assert found == {
-        "state/param_states/0/mu/w": ("mu", "w"),
-        "state/param_states/0/mu/mu/w": ("mu", "mu/w"),
-        "state/param_states/0/nu/w": ("nu", "w"),
-        "state/param_states/0/nu/mu/w": ("nu", "mu/w"),
-        "state/param_states/w/v_row": ("v_row", "w"),
-        "state/param_states/mu/w/v_row": ("v_row", "mu/w"),
-        "state/param_states/w": ("", "w"),
-    }
-    assert all(SlotNames().slot_name(slot) == name for name, slot in SlotNames().slots(dict.fromkeys(names)).items())
-    more = dict.fromkeys(["params/a", "opt_state/0/mu/a", "state/x/a"])
-    assert SlotNames().slots(more).keys() == {"opt_state/0/mu/a"}
