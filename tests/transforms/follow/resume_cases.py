@@ -248,7 +248,7 @@ class Case:
             drawer.kinds = self._kinds(main)
             for _ in range(8):
                 rule = drawer.draw(shapes, list(main.others), number == wanted - 1)
-                if rule is not None:
+                if rule is not None and _leaves_modules(rule, main):
                     self.rules.append(rule)
                     self._apply(rule)
                     break
@@ -696,6 +696,14 @@ class Case:
         if approximate:
             return Outcome("approximate", self.facts, approximate)
         return Outcome("named new" if named and not self.missing else "right", self.facts, named)
+
+
+def _leaves_modules(rule: rules.Rule, tower: Tower) -> bool:
+    """Returns True if each module with a Dropout keeps a parameter: else it is no module of the new model."""
+    others = [rule.rename(name) for name in tower.others]
+    owners = {name.split("/drop/")[0] for name in others if name is not None and "/drop/" in name}
+    names = rule.moves(tower.parameters)
+    return all(any(name.startswith(f"{owner}/") for name in names) for owner in owners)
 
 
 def _names_by_place(slots: Mapping[str, Slot]) -> dict[tuple[Path, str, str | None], str]:

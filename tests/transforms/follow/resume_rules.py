@@ -407,13 +407,6 @@ class Drawer:
         modules = [module for module in self._modules(shapes, with_layers=True) if "layers" not in module]
         modules = [module for module in modules if not any(_is_inside(other, module) for other in others)]
         modules = [module for module in modules if not all(_is_inside(name, module) for name in shapes)]
-        # A module of which only its Dropout is left is no module of the new model.
-        owners = {other.split("/drop/")[0] for other in others if "/drop/" in other}
-        modules = [
-            module
-            for module in modules
-            if not any(all(_is_inside(name, module) for name in shapes if _is_inside(name, owner)) for owner in owners)
-        ]
         if not modules:
             return None
         module = self._pick(modules)
