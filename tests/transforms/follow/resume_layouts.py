@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -87,6 +88,12 @@ def _dictionary(
     for name, copy in zip(names, copies, strict=True):
         tree[name] = nested(copy)
     return tree
+
+
+def _lookahead(towers: Towers, optimizers: list[Any], copies: Towers) -> Any:
+    optimizer = optax.lookahead(optimizers[0], sync_period=5, slow_step_size=0.5)
+    parameters = optax.LookaheadParams(nested(towers[0]), nested(copies[0]))
+    return {"params": parameters, "opt_state": jax.eval_shape(optimizer.init, parameters), "step": _step()}
 
 
 def _at_the_root(towers: Towers, optimizers: list[Any], copies: Towers) -> Any:
@@ -184,6 +191,7 @@ LAYOUTS = {
         _copied("ema_teacher", ("ema", True), ("teacher", False)),
         _copied("target_network", ("target_params", True)),
         _copied("slow", ("slow", True), ("average", True)),
+        Layout("lookahead", _lookahead, (("params/fast/", "opt_state/fast_state/"),), (Copy("params/slow/", 0, True),)),
         Layout("root", _at_the_root, (("", "opt_state/"),)),
         Layout(
             "gan_by_tower", _by_tower, _towers(("gen/params/", "gen/opt_state/"), ("dis/params/", "dis/opt_state/"))
@@ -205,7 +213,8 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         keys = [key_text(key) for key in path]
-        if hasattr(path[-1], "name") and keys[-1] == "value":
+        # A field of Optax may have this name, too, but is in a tuple or another named tuple.
+        if keys[-1] == "value" and hasattr(path[-1], "name") and all(hasattr(key, "key") for key in path[:-1]):
             keys.pop()
         named["/".join(keys)] = leaf
     return named

@@ -92,6 +92,16 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adan": lambda: optax.adan(0.1),
     "ademamix": lambda: optax.contrib.ademamix(0.1),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(0.1)),
+    "sm3": lambda: optax.sm3(0.1),
+    "lbfgs": lambda: optax.lbfgs(0.1, memory_size=3),
+    "muon": lambda: optax.contrib.muon(0.1),
+    "mechanize": lambda: optax.contrib.mechanize(optax.adam(0.1)),
+    "plateau": lambda: optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
+    "conditionally_mask": lambda: optax.conditionally_mask(optax.adam(0.1), lambda step: step > 1),
+    "optimistic": lambda: optax.optimistic_gradient_descent(0.1),
+    "madgrad": lambda: optax.contrib.madgrad(0.1),
+    "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2),
+    "momo": lambda: optax.contrib.momo(),
     "prodigy": lambda: optax.contrib.prodigy(),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import orbax_t5x as ot
-from tests.transforms.follow.resume_truth import Moves
+from tests.transforms.follow.resume_truth import Moves, same
 
 T = ot.transforms
 _LAYER = re.compile(r"(.*?)layers_(\d+)/(.*)")
@@ -43,10 +43,6 @@ class Rule:
     names_moments: bool = False
     drops: bool = False
     root: str | None = None
-
-
-def _same(arrays: list[np.ndarray], fill: float) -> np.ndarray:
-    return arrays[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +148,7 @@ class Drawer:
             return name
 
         def moves(arrays: Mapping[str, Any]) -> Moves:
-            return {rename(name): (_same, (name,)) for name in arrays}
+            return {rename(name): (same, (name,)) for name in arrays}
 
         return Rule(transform, moves, rename, **more)
 
@@ -266,7 +262,7 @@ class Drawer:
             return np.stack(arrays, axis)
 
         def moves(arrays: Mapping[str, Any]) -> Moves:
-            kept: Moves = {name: (_same, (name,)) for name in arrays if name not in gone}
+            kept: Moves = {name: (same, (name,)) for name in arrays if name not in gone}
             return kept | {name: (stack, sources) for name, sources in new.items()}
 
         return Rule(T.StackLayers(pattern, into, axis), moves, matches_all=everywhere)
@@ -293,7 +289,7 @@ class Drawer:
             return lambda arrays, fill: np.take(arrays[0], number, axis)
 
         def moves(arrays: Mapping[str, Any]) -> Moves:
-            kept: Moves = {name: (_same, (name,)) for name in arrays if name not in stacked}
+            kept: Moves = {name: (same, (name,)) for name in arrays if name not in stacked}
             return kept | {name: (layer(number), (source,)) for name, (source, number) in new.items()}
 
         transform = T.UnstackLayers(f"{self._full(tower)}(.*)", rf"{self.names.prefix}{base}_{{i}}/\1", axis)
@@ -322,7 +318,7 @@ class Drawer:
             return lambda arrays, fill: np.split(arrays[0], [cut], axis)[index]
 
         def moves(arrays: Mapping[str, Any]) -> Moves:
-            kept: Moves = {other: (_same, (other,)) for other in arrays if other != name}
+            kept: Moves = {other: (same, (other,)) for other in arrays if other != name}
             return kept | {target: (part(index), (name,)) for index, target in enumerate(new)}
 
         into = [self.names.prefix + target + suffix for target in new]
@@ -352,7 +348,7 @@ class Drawer:
             return np.concatenate(arrays, axis)
 
         def moves(arrays: Mapping[str, Any]) -> Moves:
-            kept: Moves = {name: (_same, (name,)) for name in arrays if name not in (one, two)}
+            kept: Moves = {name: (same, (name,)) for name in arrays if name not in (one, two)}
             return kept | {new: (join, (one, two))}
 
         return Rule(T.Concat([first, second], self.names.prefix + new + suffix, axis), moves)
@@ -380,7 +376,7 @@ class Drawer:
             return np.transpose(arrays[0], axes)
 
         def moves(arrays: Mapping[str, Any]) -> Moves:
-            return {other: (turn if other in chosen else _same, (other,)) for other in arrays}
+            return {other: (turn if other in chosen else same, (other,)) for other in arrays}
 
         return Rule(T.Transpose(pattern, axes), moves)
 
@@ -398,7 +394,7 @@ class Drawer:
             return np.pad(arrays[0], growth, constant_values=fill)
 
         def moves(arrays: Mapping[str, Any]) -> Moves:
-            return {other: (grow if other == name else _same, (other,)) for other in arrays}
+            return {other: (grow if other == name else same, (other,)) for other in arrays}
 
         pattern, _ = self._pattern(name)
         return Rule(T.Pad(pattern, shape, value), moves, fill=value)
@@ -414,7 +410,7 @@ class Drawer:
         patterns += [f"{re.escape(prefix)}{re.escape(module)}/.*" for prefix in self.names.copies]
 
         def moves(arrays: Mapping[str, Any]) -> Moves:
-            return {name: (_same, (name,)) for name in arrays if not _is_inside(name, module)}
+            return {name: (same, (name,)) for name in arrays if not _is_inside(name, module)}
 
         return Rule(T.Drop(patterns), moves, lambda name: None if _is_inside(name, module) else name, drops=True)
 
@@ -454,4 +450,4 @@ def _children(shapes: Mapping[str, Any], parent: str) -> set[str]:
 def new_root(layout_root: str, prefix: str, new: str) -> Rule:
     """Returns the rule that gives the parameters' root another key."""
     transform = T.Rename([(f"{layout_root}/(.*)", rf"{new}/\1")])
-    return Rule(transform, lambda arrays: {name: (_same, (name,)) for name in arrays}, root=new)
+    return Rule(transform, lambda arrays: {name: (same, (name,)) for name in arrays}, root=new)

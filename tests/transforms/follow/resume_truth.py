@@ -21,6 +21,8 @@ WHOLE = "v of three"
 
 Path = tuple[str, ...]
 Tree = dict[str, np.ndarray]
+# A rule: new parameter -> (function of arrays and of what new elements hold, old parameters).
+Moves = dict[str, tuple[Callable[..., np.ndarray], tuple[str, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Slot:
       hidden: Kind of the hidden array that it is a view of.
       averaged: Dimension of the hidden array that a factored slot averages.
       is_placeholder: Whether it holds nothing.
+      index: Last key of one of several arrays of a parameter whose form nobody knows (SM3's).
+      leading: Whether it has a dimension before the parameter's (L-BFGS's memory).
     """
 
     node: Path
@@ -46,6 +50,18 @@ class Slot:
     hidden: str = ""
     averaged: int | None = None
     is_placeholder: bool = False
+    index: str = ""
+    leading: bool = False
+
+    def name_of(self, parameter: str) -> str:
+        """Returns the name below the optimizer's root of the same slot of a parameter."""
+        return "/".join(filter(None, (*self.node, self.kind.partition("#")[0], parameter, self.index)))
+
+    def has_shape_of(self, hidden: np.ndarray, parameter: np.ndarray) -> bool:
+        """Returns True if the hidden array has the shape that goes with its parameter's."""
+        if self.index:
+            return True
+        return (hidden.shape[1:] if self.leading else hidden.shape) == parameter.shape
 
     def view(self, hidden: np.ndarray) -> np.ndarray:
         """Returns the slot's values as they follow from the hidden array."""
@@ -86,6 +102,19 @@ def optimizer_slots(transformation: Any, parameters: Mapping[str, Any]) -> dict[
         keys = tuple(map(key_text, path))
         fields = [index for index, key in enumerate(path) if hasattr(key, "name")]
         owner = next((index for index in fields if keys[index + 1 :] in paths), None)
+        ends = [(start, end) for start in fields for end in range(len(keys)) if keys[start + 1 : end] in paths]
+        if owner is None and ends:
+            start, end = ends[-1]
+            index = "/".join(keys[end:])
+            slots["/".join(keys)] = Slot(
+                keys[:start],
+                f"{keys[start]}#{index}",
+                "/".join(keys[start + 1 : end]),
+                leaf.shape,
+                leaf.dtype,
+                index=index,
+            )
+            continue
         if owner is None:
             node, kind, parameter = keys[: fields[-1]], "/".join(keys[fields[-1] :]), None
         else:
@@ -124,7 +153,10 @@ def with_views(
                 averaged = dims(slot.parameter, shape)[1 if slot.kind == "v_row" else 0]
         elif slot.shape == (1,) != shape:
             is_placeholder = True
-        result[name] = dataclasses.replace(slot, hidden=hidden, averaged=averaged, is_placeholder=is_placeholder)
+        leading = not slot.index and slot.shape[1:] == shape and len(slot.shape) > len(shape) > 0
+        result[name] = dataclasses.replace(
+            slot, hidden=hidden, averaged=averaged, is_placeholder=is_placeholder, leading=leading
+        )
     return result
 
 
@@ -161,6 +193,15 @@ class Optimizer:
     numbers: dict[tuple[Path, str], Any]
     missing: set[str] = dataclasses.field(default_factory=set)
 
+    def apply(self, moves: Moves) -> None:
+        """Applies a rule to all moments."""
+        odd = {(slot.node, slot.hidden) for slot in self.slots.values() if slot.index}
+        leading = {(slot.node, slot.hidden) for slot in self.slots.values() if slot.leading}
+        self.hidden = {
+            place: moved(tree, moves, is_odd=place in odd, leading=place in leading)
+            for place, tree in self.hidden.items()
+        }
+
     def value(self, name: str) -> Any:
         slot = self.slots[name]
         if slot.parameter is None:
@@ -179,7 +220,8 @@ def new_optimizer(
         if slot.parameter is not None:
             tree = hidden.setdefault((slot.node, slot.hidden), {})
             if slot.parameter not in tree:
-                tree[slot.parameter] = integers(random, shapes[slot.parameter])
+                has_own_shape = slot.index or slot.leading
+                tree[slot.parameter] = integers(random, slot.shape if has_own_shape else shapes[slot.parameter])
         else:
             numbers[slot.node, slot.kind] = new_number(slot, random, count if has_equal_counts else None)
     return Optimizer(slots, hidden, numbers)
@@ -203,16 +245,32 @@ def integers(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return random.integers(-(2**15), 2**15, shape).astype(np.float32)
 
 
-# A rule: new parameter -> (function of arrays and of what new elements hold, old parameters).
-Moves = dict[str, tuple[Callable[..., np.ndarray], tuple[str, ...]]]
+def same(arrays: list[np.ndarray], fill: float) -> np.ndarray:
+    """What a rule does that only gives another name."""
+    return arrays[0]
 
 
-def moved(tree: Mapping[str, Any], moves: Moves, fill: float = 0.0) -> dict[str, Any]:
-    """Applies a rule to a tree that may lack some parameters; what lacks a part of its sources is lost."""
+def moved(
+    tree: Mapping[str, Any], moves: Moves, fill: float = 0.0, *, is_odd: bool = False, leading: bool = False
+) -> dict[str, Any]:
+    """Applies a rule to a tree that may lack some parameters; what lacks a part of its sources is lost.
+
+    Args:
+      tree: Arrays by their parameters' names.
+      moves: The rule.
+      fill: What new elements hold.
+      is_odd: Whether nobody knows what the arrays are, so that they have no more than a name.
+      leading: Whether the arrays have a dimension before the parameters'.
+    """
     result = {}
     for name, (function, sources) in moves.items():
-        if all(source in tree for source in sources):
-            result[name] = function([tree[source] for source in sources], fill)
+        if not all(source in tree for source in sources) or (is_odd and function is not same):
+            continue
+        arrays = [tree[source] for source in sources]
+        if leading and function is not same:
+            result[name] = np.stack([function(list(parts), fill) for parts in zip(*arrays, strict=True)])
+        else:
+            result[name] = function(arrays, fill)
     return result
 
 
