@@ -445,7 +445,7 @@ class Case:
                 values = [value for value in [self._old_value(tower, place, slot)] if value is not None]
                 return Expected(values, True, needs, is_moment=True)
             value = slot.view(tree[slot.parameter])
-            may_be_new = bool(needs & self.missing) or place != node or not value.any() or bool(slot.index)
+            may_be_new = bool(needs & self.missing) or place != node or not value.any() or slot.is_odd
             if slot.hidden == WHOLE or slot.shape != tree[slot.parameter].shape:
                 may_be_new = may_be_new or self._has_other_elements(tower, slot.parameter)
             return Expected([value], may_be_new, needs, is_moment=True)

@@ -18,6 +18,8 @@ import numpy as np
 FACTORED = ("v_row", "v_col", "v")
 # Name of the hidden array behind the three slots of a factored moment.
 WHOLE = "v of three"
+# Ending of the kind of an array that is one of several, but of the parameter's own shape.
+_ONE = " of one dimension"
 
 Path = tuple[str, ...]
 Tree = dict[str, np.ndarray]
@@ -53,13 +55,18 @@ class Slot:
     index: str = ""
     leading: bool = False
 
+    @property
+    def is_odd(self) -> bool:
+        """Whether nobody knows how it follows: SM3's sums over all but one dimension of two and more."""
+        return bool(self.index) and not self.hidden.endswith(_ONE)
+
     def name_of(self, parameter: str) -> str:
         """Returns the name below the optimizer's root of the same slot of a parameter."""
         return "/".join(filter(None, (*self.node, self.kind.partition("#")[0], parameter, self.index)))
 
     def has_shape_of(self, hidden: np.ndarray, parameter: np.ndarray) -> bool:
         """Returns True if the hidden array has the shape that goes with its parameter's."""
-        if self.index:
+        if self.is_odd:
             return True
         return (hidden.shape[1:] if self.leading else hidden.shape) == parameter.shape
 
@@ -151,6 +158,8 @@ def with_views(
             is_placeholder = is_factored == (slot.kind == "v")
             if is_factored and not is_placeholder:
                 averaged = dims(slot.parameter, shape)[1 if slot.kind == "v_row" else 0]
+        elif slot.index and slot.shape == shape:
+            hidden += _ONE
         elif slot.shape == (1,) != shape:
             is_placeholder = True
         leading = not slot.index and slot.shape[1:] == shape and len(slot.shape) > len(shape) > 0
@@ -195,7 +204,7 @@ class Optimizer:
 
     def apply(self, moves: Moves) -> None:
         """Applies a rule to all moments."""
-        odd = {(slot.node, slot.hidden) for slot in self.slots.values() if slot.index}
+        odd = {(slot.node, slot.hidden) for slot in self.slots.values() if slot.is_odd}
         leading = {(slot.node, slot.hidden) for slot in self.slots.values() if slot.leading}
         self.hidden = {
             place: moved(tree, moves, is_odd=place in odd, leading=place in leading)
@@ -220,7 +229,7 @@ def new_optimizer(
         if slot.parameter is not None:
             tree = hidden.setdefault((slot.node, slot.hidden), {})
             if slot.parameter not in tree:
-                has_own_shape = slot.index or slot.leading
+                has_own_shape = slot.is_odd or slot.leading
                 tree[slot.parameter] = integers(random, slot.shape if has_own_shape else shapes[slot.parameter])
         else:
             numbers[slot.node, slot.kind] = new_number(slot, random, count if has_equal_counts else None)
