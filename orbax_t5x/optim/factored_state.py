@@ -190,7 +190,9 @@ class _Pairing:
         absent = [kind for kind in _SLOTS if path not in self.t5x.slots[kind] or path not in optax[kind]]
         if shape is None or absent:
             message = f"T5X's slots and Optax's are both needed to convert Adafactor's state of {path}"
-            self.result.problems.append(Problem("missing", path, message, _RESET))
+            slots = next((slots[path] for slots in self.t5x.slots.values() if path in slots), path)
+            leaf = f"{slots.rpartition('/')[0]}/{absent[0]}" if absent else slots
+            self.result.problems.append(Problem("missing", leaf, message, _RESET))
             return
         try:
             matched = match_slots(

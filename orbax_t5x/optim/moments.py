@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +31,7 @@ Form = Literal["kind first", "kind last", "glued"]
 # Parameters in a train state; below them the words of optimizers are modules.
 _PARAMETER_ROOTS = frozenset({"params", "target"})
 _USUAL_ROOTS = frozenset({"params", "model", "target"})
+_OPTIMIZER_WORDS = frozenset({"opt", "optim", "optimizer", "state", "states", "param"})
 # Flax puts this between a kind and the paths where an optimizer was made for `{"params": …}`.
 _INNER_ROOT = "params"
 # An ending that more leaves share, such as `kernel`, tells nothing, and comparing it would cost the square.
@@ -145,8 +146,9 @@ class _Search:
     def __init__(self, leaves: Mapping[str, Any]):
         self.result = OptimizerState()
         self.names = {plain_name(name): name for name in leaves}
+        self._empty = {plain_name(name) for name, leaf in leaves.items() if leaf is None}
         self._shapes = {plain: _array_shape(leaves[name]) for plain, name in self.names.items()}
-        self._integers = {plain for plain, name in self.names.items() if _is_integer(leaves[name])}
+        self._counts = {plain for plain, name in self.names.items() if _is_count_or_key(leaves[name])}
         self._parts = {plain: plain.split("/") for plain in self.names}
         self.marks = {plain: mark for plain, parts in self._parts.items() if (mark := _mark(parts)) is not None}
         # Roots of parameters that were accepted, and the directories that have their parameters in them.
@@ -172,7 +174,7 @@ class _Search:
         best = {directory: _best_roots(directory, roots, votes) for directory, roots in by_directory.items()}
         accepted: dict[str, str] = {}
         for directory in sorted(best, key=lambda path: (-len(votes[path, best[path][0]]), not best[path][0])):
-            if directory in self._directories or not self._may_be_root(best[directory]):
+            if directory in self._directories or not self._may_be_root(best[directory], accepted):
                 continue
             if len(best[directory]) > 1:
                 self.result.unclear[directory] = best[directory]
@@ -188,6 +190,8 @@ class _Search:
         if any(map(is_container, directory.split("/"))):
             return True
         node, _, kind = directory.rpartition("/")
+        if has_copy_word(kind) and not node.rpartition("/")[2].isdecimal():
+            return False
         siblings = {path.rpartition("/")[2] for path, other in votes if other == root and path.rpartition("/")[0] == node}
         if len(siblings & KINDS) > 1 or prefixed(node, "count") in self.names:
             return True
@@ -218,12 +222,13 @@ class _Search:
                 if parts[start] not in KINDS and parts[start] != _INNER_ROOT:
                     return
 
-    def _may_be_root(self, roots: Sequence[str]) -> bool:
-        """Returns False if a root is inside or around a root that was accepted."""
+    def _may_be_root(self, roots: Sequence[str], accepted: Iterable[str]) -> bool:
+        """Returns False if a root is inside or around a root that was accepted, or beside moments in their node."""
+        nodes = set(filter(None, (directory.rpartition("/")[0] for directory in accepted)))
         return not any(
-            root != known and (is_below(root, known) or is_below(known, root))
+            any(root != known and (is_below(root, known) or is_below(known, root)) for known in self._roots)
+            or any(is_below(root, node) for node in nodes)
             for root in roots
-            for known in self._roots
         )
 
     def _box(self, directory: str, accepted: Mapping[str, str]) -> str:
@@ -245,18 +250,19 @@ class _Search:
         inside = {plain: parts for plain, parts in self._parts.items() if is_below(plain, box)}
         paths = {plain for plain in self.names if is_below(plain, root) and plain not in inside}
         depth = len(box.split("/"))
-        remaining = self._visit(list(inside), depth, root, paths)
-        # Numbers for each parameter, as in Novograd, beside moments.
-        nodes = {moments.node for moments in self.result.moments}
-        for plain in self._add_numbers(remaining, root, paths, nodes):
+        remaining = self._visit(list(inside), depth, self._add_kind_first, root, paths)
+        remaining = self._visit(remaining, depth, self._add_kind_last, root, paths)
+        for plain in self._add_numbers(remaining, root, paths):
             if self._is_array(plain) and (parameter := self._named_in(plain, depth, root, paths)) is not None:
                 self.result.unknown[self.names[plain]] = parameter
                 continue
             directory, _, field = plain.rpartition("/")
             self.result.fields.setdefault(directory, {})[field] = self.names[plain]
 
-    def _visit(self, plains: list[str], depth: int, root: str, paths: set[str]) -> list[str]:
-        """Adds the shallowest directories that repeat parameters; returns the other leaves."""
+    def _visit(
+        self, plains: list[str], depth: int, add: Callable[..., bool], root: str, paths: set[str]
+    ) -> list[str]:
+        """Adds the shallowest directories all of whose leaves repeat parameters; returns the other leaves."""
         groups: dict[str, list[str]] = collections.defaultdict(list)
         remaining: list[str] = []
         for plain in plains:
@@ -266,13 +272,13 @@ class _Search:
             else:
                 remaining.append(plain)
         for directory, group in groups.items():
-            if any(map(self._is_array, group)) and self._add_moments(directory, group, depth, root, paths):
+            if any(map(self._is_array, group)) and add(directory, group, depth, root, paths):
                 continue
-            remaining += self._visit(group, depth + 1, root, paths)
+            remaining += self._visit(group, depth + 1, add, root, paths)
         return remaining
 
-    def _add_moments(self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]) -> bool:
-        """Adds a directory all of whose leaves repeat parameters; returns False if it is none."""
+    def _add_kind_first(self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]) -> bool:
+        """Adds a moment in Optax's form; returns False if the directory is none."""
         node, _, kind = directory.rpartition("/")
         for inner in ("", _INNER_ROOT):
             start = depth + bool(inner)
@@ -282,27 +288,35 @@ class _Search:
             if self._repeats(slots, paths):
                 self._append(root, node, kind, "kind first", slots, inner)
                 return True
+        return False
+
+    def _add_kind_last(self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]) -> bool:
+        """Adds moments in T5X's form; returns False if the directory has others."""
         by_kind: dict[str, dict[str, str]] = collections.defaultdict(dict)
         for plain in plains:
             parts = self._parts[plain]
-            by_kind[parts[-1]][prefixed(root, "/".join(parts[depth:-1]))] = plain
-        if all(self._repeats(slots, paths) for slots in by_kind.values()):
-            for name, slots in by_kind.items():
-                self._append(root, directory, name, "kind last", slots)
-            return True
-        return False
+            # T5X writes None for a parameter that an optimizer of several leaves to another.
+            end = len(parts) if plain in self._empty else len(parts) - 1
+            by_kind["".join(parts[end:])][prefixed(root, "/".join(parts[depth:end]))] = plain
+        if not all(self._repeats(slots, paths) for slots in by_kind.values()):
+            return False
+        for name, slots in by_kind.items():
+            self._append(root, directory, name, "kind last", slots)
+        return True
 
-    def _add_numbers(self, plains: Sequence[str], root: str, paths: set[str], nodes: set[str]) -> list[str]:
-        """Adds numbers for each parameter beside moments in a node; returns the other leaves."""
+    def _add_numbers(self, plains: Sequence[str], root: str, paths: set[str]) -> list[str]:
+        """Adds numbers for each parameter beside moments, or of their kinds; returns the other leaves."""
+        nodes = {moments.node for moments in self.result.moments}
+        kinds = {moments.kind for moments in self.result.moments}
         groups: dict[str, dict[str, str]] = collections.defaultdict(dict)
         for plain in plains:
             for directory in parents(plain):
-                node = directory.rpartition("/")[0]
-                if node in nodes and directory.rpartition("/")[2] != "hyperparams":
+                node, _, kind = directory.rpartition("/")
+                if (node in nodes or kind in kinds) and kind != "hyperparams":
                     groups[directory][prefixed(root, plain.removeprefix(f"{directory}/"))] = plain
         taken: set[str] = set()
         for directory, slots in groups.items():
-            is_float = self._integers.isdisjoint(slots.values())
+            is_float = self._counts.isdisjoint(slots.values())
             if is_float and slots.keys() <= paths and not any(map(self._is_array, slots.values())):
                 self._append(root, *directory.rpartition("/")[::2], "kind first", slots)
                 taken.update(slots.values())
@@ -382,7 +396,7 @@ class _Search:
 
     def _is_array(self, plain: str) -> bool:
         """Returns True for floating-point arrays, and for leaves of which nothing but the name is known."""
-        return self._shapes[plain] != () and plain not in self._integers
+        return self._shapes[plain] != () and plain not in self._counts
 
     def _repeats(self, slots: Mapping[str, str], paths: set[str]) -> bool:
         return slots.keys() <= paths and all(self._fits(plain, parameter) for parameter, plain in slots.items())
@@ -391,9 +405,9 @@ class _Search:
         """Returns True if a leaf has a parameter's shape, some of its dimensions, or dimensions in front of it."""
         shape, whole = self._shapes[plain], self._shapes[parameter]
         if shape is None or whole is None:
-            return plain not in self._integers
+            return plain not in self._counts
         if not shape:
-            return not whole and (plain in self._integers) <= (parameter in self._integers)
+            return not whole and (plain in self._counts) <= (parameter in self._counts)
         has_memory = bool(whole) and shape[-len(whole) :] == whole
         return has_memory or not collections.Counter(shape) - collections.Counter((*whole, 1))
 
@@ -411,9 +425,10 @@ def _mark(parts: Sequence[str]) -> int | None:
 def _best_roots(directory: str, roots: Sequence[str], votes: Mapping[tuple[str, str], set[str]]) -> list[str]:
     """Returns the root that the most evidence is for, or several that nothing tells apart."""
 
-    def evidence(root: str) -> tuple[int, int, bool, bool]:
-        shared = len(_words(root) & _words(directory))
-        return len(votes[directory, root]), shared, not has_copy_word(root), _is_usual(root)
+    def evidence(root: str) -> tuple[int, int, int, bool, bool]:
+        words = _words(root)
+        shared = len(words & _words(directory))
+        return len(votes[directory, root]), shared, shared - len(words), not has_copy_word(root), _is_usual(root)
 
     strongest = max(map(evidence, roots))
     return sorted(root for root in roots if evidence(root) == strongest)
@@ -421,8 +436,8 @@ def _best_roots(directory: str, roots: Sequence[str], votes: Mapping[tuple[str, 
 
 def _words(path: str) -> set[str]:
     """Returns the words that tell two models apart."""
-    words = {word for part in path.split("/") if not is_container(part) for word in re.split("[^A-Za-z0-9]+", part)}
-    return {word for word in words if not word.isdecimal() and not has_copy_word(word)} - KINDS - _USUAL_ROOTS
+    words = {word for word in re.split("[^A-Za-z0-9]+", path) if not word.isdecimal() and not has_copy_word(word)}
+    return words - KINDS - _USUAL_ROOTS - _OPTIMIZER_WORDS
 
 
 def _is_usual(root: str) -> bool:
@@ -436,11 +451,12 @@ def _array_shape(leaf: Any) -> Shape | None:
     return None if shape is None else tuple(shape)
 
 
-def _is_integer(leaf: Any) -> bool:
-    """Returns True for counts, keys and whatever else is no floating-point number."""
+def _is_count_or_key(leaf: Any) -> bool:
+    """Returns True for integer numbers, PRNG keys, truth values and texts."""
     if isinstance(leaf, bool | int):
         return True
     try:
-        return np.dtype(getattr(leaf, "dtype", np.float32)).kind in "biuO"
+        dtype = np.dtype(getattr(leaf, "dtype", np.float32))
     except TypeError:  # a typed PRNG key
         return True
+    return dtype.kind in "bOSU" or dtype == np.uint32 or (dtype.kind in "iu" and not getattr(leaf, "shape", ()))

@@ -124,8 +124,8 @@ class TransformSuite:
         transform = case.make()
         source, target = dict(case.source), dict(case.target)
         values = {name: value if value is None else value.copy() for name, value in source.items()}
-        first = transform.apply(source, target, Diagnostics())
-        second = transform.apply(source, target, Diagnostics())
+        first = run_and_place((transform,), source, target)
+        second = run_and_place((transform,), source, target)
         assert_same(first, second)
         assert list(first) == list(second)
         assert list(source) == list(case.source) and list(target) == list(case.target)
@@ -135,7 +135,7 @@ class TransformSuite:
     def test_reads_nothing(self, case: Case) -> None:
         source = {n: None if v is None else as_view(_RefusingLeaf(v, n)) for n, v in case.source.items()}
         diagnostics = Diagnostics()
-        result = case.make().apply(source, dict(case.target), diagnostics)
+        result = run_and_place((case.make(),), source, case.target, diagnostics=diagnostics)
         assert diagnostics.problems == [], "a read that is refused is a problem, too"
         for name, value in case.result.items():
             if value is not None:

@@ -144,7 +144,7 @@ def _multiplied(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, str]]:
         if leaf in first
     }
     for name in unmatched.leftovers:
-        origins = [first[leaf] for leaf in _leaf_count(unmatched.stored[name]) if leaf in first]
+        origins = [first[leaf] for leaf in _leaf_count(unmatched.stored.get(name)) if leaf in first]
         yield from ((name, weight) for _, weight in multiplied_by(kept, origins))
 
 

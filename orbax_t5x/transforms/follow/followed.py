@@ -52,13 +52,13 @@ class FollowedState:
         self.roots = roots
         self._rule_of = rule_of
         self._state = state
-        self._slots = {name for moments in self.optimizer.moments for name in moments.slots.values()}
+        slots = {name for moments in self.optimizer.moments for name in moments.slots.values()}
         followed = {name for moments in self.optimizer.moments for name in moments.slots}
         followed.update(self.optimizer.unknown.values())
         self._parameters: dict[str, Any] = {}
         self.visible: dict[str, Any] = {}
         for name, value in state.items():
-            if name in self._slots or name in self.optimizer.unknown:
+            if name in slots or name in self.optimizer.unknown:
                 continue
             plain = plain_name(name)
             symbol = symbol_for(plain, value) if plain in followed else None
@@ -72,8 +72,7 @@ class FollowedState:
         """Makes slots ordinary leaves, which follow no parameter."""
         for moments in self.optimizer.moments:
             moments.slots = {param: slot for param, slot in moments.slots.items() if slot not in names}
-        self._slots.difference_update(names)
-        self.visible.update((name, self._state[name]) for name in names)
+        self.visible.update((name, self._state[name]) for name in names if name in self._state)
 
     def changed(self, state: FlatState) -> set[str]:
         """Returns the plain names of parameters that are not under their names, as they are."""
@@ -94,7 +93,7 @@ class FollowedState:
                     f"the moments in {directory!r} may be those of the parameters in {owners}, of which {changed[0]!r} "
                     "is changed"
                 )
-                fix = Fix(f"say which: FollowOptimizer(…, roots=[({roots[0]!r}, {directory!r})])")
+                fix = Fix(f"say which: FollowOptimizer(…, roots=[(root of the parameters, {directory!r})])")
                 diagnostics.problem("optimizer", None, message, fix)
 
     def current_slots(self, state: FlatState) -> dict[str, str]:
@@ -190,7 +189,8 @@ class FollowedState:
                 {kind: slots for kind, slots in kinds.items() if slots},
                 {kind: wanted[leaf.plain, kind] for kind in kinds if (leaf.plain, kind) in wanted},
                 is_by_size=group[0].form == "kind first",
-                is_first=group[0].form == "kind first" and _is_first(group[0].node),
+                is_copy=group[0].is_copy,
+                is_first=group[0].form != "kind first" or _is_first(group[0].node),
                 unused_kinds=unused_kinds,
             )
             slots = follow_parameter(parameter, self._rule_of)

@@ -13,6 +13,7 @@ from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_tab
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import FlatState
 
+_PARTS = frozenset({"ROW", "COLUMN", "BATCH"})
 Roots = tuple[tuple[str, str], ...]
 Factors = tuple[tuple[Pattern, tuple[FactorDim, ...]], ...]
 """Patterns of parameters' plain names, and the part of each dimension in Adafactor's second moment."""
@@ -53,8 +54,10 @@ class FollowOptimizer(Transform):
         if not callable(self.transform):
             raise TypeError(f"FollowOptimizer takes one transform, not {self.transform!r}; join several by Chain")
         roots = None if self.roots is None else tuple((str(params), str(state)) for params, state in self.roots)
-        for pattern, _ in self.factors:
+        for pattern, parts in self.factors:
             check_pattern(pattern, "FollowOptimizer")
+            if not {"ROW", "COLUMN"} <= set(parts) <= _PARTS:
+                raise ValueError(f"the dimensions of a factored parameter are ROW, COLUMN (both) and BATCH: {parts!r}")
         object.__setattr__(self, "roots", roots)
         object.__setattr__(self, "factors", tuple((pattern, tuple(parts)) for pattern, parts in self.factors))
 

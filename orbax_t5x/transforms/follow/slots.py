@@ -32,6 +32,8 @@ _SECOND_MOMENT = (*FACTORS, "v")
 _PLACEHOLDER: Shape = (1,)
 # Means of updates. What stands before them in a chain may have scaled an update by its leaf's norm.
 _OF_UPDATES = frozenset({"trace", "ema", "m", "momentum"})
+# Means of what the other kinds of the same node have scaled.
+_OF_OTHERS = frozenset({"mu", *_OF_UPDATES})
 
 RuleOf = Callable[[str, int], "tuple[FactorDim, ...] | None"]
 """Adafactor's rule for a parameter by its plain name and rank, or None."""
@@ -47,6 +49,7 @@ class NewParameter:
       slots: Slots of a node by kind, and by the names of the old parameters.
       wanted: Shapes of the target's slots by kind, as far as they are known.
       is_by_size: True where sizes decide about factors for every rank (Optax), not only for matrices (T5X).
+      is_copy: True where the slots are copies of parameters.
       is_first: True where the node is the first of its chain.
       unused_kinds: Kinds of which the optimizer has placeholders only.
     """
@@ -56,6 +59,7 @@ class NewParameter:
     slots: Mapping[str, Mapping[str, Any]]
     wanted: Mapping[str, Shape]
     is_by_size: bool
+    is_copy: bool
     is_first: bool
     unused_kinds: frozenset[str]
 
@@ -80,10 +84,11 @@ def follow_parameter(parameter: NewParameter, rule_of: RuleOf) -> NewSlots:
     is_same = whole is not None and all(
         parameter.wanted.get(kind) in (None, _shape(parameter.slots[kind][whole.name])) for kind in kinds
     )
-    if whole is not None and is_same:
+    if whole is not None and is_same and not parameter.is_copy:
         result.views.update({kind: parameter.slots[kind][whole.name] for kind in kinds})
         return result
     is_factored = all(kind in kinds for kind in FACTORS)
+    # A copy takes casts and added constants, too.
     for kind in kinds:
         if not is_factored or kind not in _SECOND_MOMENT:
             _follow_kind(parameter, kind, result)
@@ -98,7 +103,7 @@ def _mark_approximate(parameter: NewParameter, result: NewSlots) -> None:
     """Marks kinds whose values depend on where a parameter's leaf begins and ends."""
     used = {kind for kind, view in result.views.items() if _shape(view) != _PLACEHOLDER}
     if result.lost or result.approximate:
-        result.approximate.update(used)
+        result.approximate.update(used & _OF_OTHERS)
     elif not parameter.is_first:
         result.approximate.update(used & _OF_UPDATES)
 
@@ -139,7 +144,7 @@ def _replay(parameter: NewParameter, kind: str, result: NewSlots) -> None:
     def slot_of(symbol: Symbol, kept: KeptDims) -> View:
         return as_view(parameter.slots[kind][symbol.name], name=symbol.name)
 
-    replay = Replay(slot_of, of_parameters=False)
+    replay = Replay(slot_of, of_parameters=parameter.is_copy)
     try:
         result.views[kind] = replay.build(parameter.view, frozenset(range(parameter.view.ndim)))
     except ValueError as error:
@@ -202,9 +207,9 @@ def _follow_factors(parameter: NewParameter, rule_of: RuleOf, result: NewSlots) 
         solved = [_solve(parameter, before, dims, may_average) for before, dims in readings]
         solutions = [solution for solution in solved if solution is not None]
         if len(solutions) == 1:
-            views, is_exact = solutions[0]
+            views, approximate = solutions[0]
             result.views.update(views)
-            result.approximate.update(() if is_exact else views)
+            result.approximate.update(approximate)
             return
         if solutions:
             break
@@ -227,8 +232,8 @@ def _dims_before(parameter: NewParameter, rule_of: RuleOf) -> Iterator[dict[str,
 
 def _solve(
     parameter: NewParameter, before: Mapping[str, FactorDims], after: FactorDims, may_average: bool
-) -> tuple[dict[str, View], bool] | None:
-    """Computes `v_row` and `v_col` for a reading, and whether they are exact, or returns None.
+) -> tuple[dict[str, View], set[str]] | None:
+    """Computes `v_row` and `v_col` for a reading, and which of them are approximate, or returns None.
 
     With `may_average` a mean of an old factor over more dimensions will do.
     """
@@ -247,15 +252,16 @@ def _solve(
         raise CannotFollowError("no factor keeps these dimensions")
 
     views: dict[str, View] = {}
-    is_exact = True
+    approximate: set[str] = set()
     for kind, kept in zip(FACTORS, after.kept(parameter.view.ndim), strict=True):
         replay = Replay(slot_of, of_parameters=False)
         try:
             views[kind] = replay.build(parameter.view, kept)
         except ValueError:
             return None
-        is_exact &= replay.is_exact
-    return views, is_exact
+        if not replay.is_exact:
+            approximate.add(kind)
+    return views, approximate
 
 
 def mean_over(view: View, axis: int) -> View:
