@@ -120,7 +120,7 @@ class Case:
         self.facts["layout"] = self.layout.name
         shapes = self._model()
         count = len(self.layout.towers)
-        names = [name for name in optimizers.OPTIMIZERS if name != "sm3" or not self.layout.is_nnx]
+        names = self._usual_optimizers()
         if self.layout.is_t5x and self.random.random() < 0.4:
             names = list(optimizers.T5X_OPTIMIZERS)
         self.names_of_optimizers = [self.pick(names) for _ in range(count)]
@@ -205,6 +205,10 @@ class Case:
                 parameter, _, kind = below.rpartition("/")
                 slots[below] = Slot((), kind, parameter, tuple(leaf.shape), leaf.dtype)
         return with_views(slots, shapes, optimizers.t5x_dims)
+
+    def _usual_optimizers(self) -> list[str]:
+        # NNX keeps SM3's lists inside one variable.
+        return [name for name in optimizers.OPTIMIZERS if name != "sm3" or not self.layout.is_nnx]
 
     def _is_t5x_adafactor(self) -> bool:
         return self.names_of_optimizers[0].startswith("t5x_")
@@ -325,7 +329,7 @@ class Case:
             names = [pairs.get(name, name) for name in self.names_of_optimizers]
         elif self.change == "other":
             self.is_free = True
-            names = [self.pick(optimizers.OPTIMIZERS) for _ in self.names_of_optimizers]
+            names = [self.pick(self._usual_optimizers()) for _ in self.names_of_optimizers]
         else:
             names = self.names_of_optimizers
         self.facts["new optimizer"] = names
@@ -449,14 +453,25 @@ class Case:
             if slot.hidden == WHOLE or slot.shape != tree[slot.parameter].shape:
                 may_be_new = may_be_new or self._has_other_elements(tower, slot.parameter)
             return Expected([value], may_be_new, needs, is_moment=True)
+        if slot.is_odd and self._is_as_it_was(tower, slot.parameter):
+            value = self._old_value(tower, node, slot)
+            return Expected([] if value is None else [value], True, is_moment=True)
         return Expected([], is_moment=True)
+
+    def _is_as_it_was(self, tower: Tower, parameter: str) -> bool:
+        """Returns True if the rules cancelled each other."""
+        old_prefix = self.layout.towers[self.towers.index(tower)][0]
+        old = [self.values[old_prefix + name] for name in tower.origins[parameter]]
+        return any(_is_equal(value, tower.parameters[parameter]) for value in old)
 
     def _old_value(self, tower: Tower, node: Path, slot: Slot) -> np.ndarray | None:
         """Returns the value of the slot of this kind and parameter in the checkpoint, if it has this one's shape."""
-        (origin,) = tower.origins[slot.parameter] if len(tower.origins[slot.parameter]) == 1 else (None,)
-        name = _names_by_place(tower.optimizer.slots).get((node, slot.kind, origin))
-        value = self.values.get(f"{tower.optimizer_prefix}{name}")
-        return value if value is not None and value.shape == slot.shape else None
+        names = _names_by_place(tower.optimizer.slots)
+        for origin in tower.origins[slot.parameter]:
+            value = self.values.get(f"{tower.optimizer_prefix}{names.get((node, slot.kind, origin))}")
+            if value is not None and value.shape == slot.shape:
+                return value
+        return None
 
     def _has_other_elements(self, tower: Tower, parameter: str) -> bool:
         """Returns True if no means of the old parameter need to give the means of this one."""
@@ -676,7 +691,7 @@ class Case:
                         # Nobody says that the new shape is factored: all of the moment may stay.
                         values[name] = [array] if kind == "v" else [np.zeros(1, np.float32)]
                         values[name] += [slot.view(array)] if slot is not None else []
-                    elif slot is not None and slot.has_shape_of(array, tower.parameters[parameter]):
+                    elif slot is not None and not slot.is_odd and slot.has_shape_of(array, tower.parameters[parameter]):
                         values[name] = slot.view(array)
                     elif hidden == WHOLE:
                         values[name] = None
