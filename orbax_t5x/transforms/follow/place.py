@@ -56,14 +56,21 @@ def place_optimizer(
     names = {plain_name(name): name for name, value in state.items() if value is not None}
     wanted = {plain_name(name): name for name, leaf in target.items() if leaf is not None}
     if not target or not any(is_step(name) or may_be_optimizer(name) for name in names.keys() ^ wanted.keys()):
-        # Only the endings of variables may differ.
-        return {
-            wanted.get(plain_name(name), name) if is_step(name) or may_be_optimizer(name) else name: value
-            for name, value in state.items()
-        }
+        return _with_endings(state, wanted, diagnostics)
     placing = _Placing(source or find_optimizer(state), find_optimizer(target), diagnostics)
     placing.pair()
     return placing.placed(state, target)
+
+
+def _with_endings(state: FlatState, wanted: Mapping[str, str], diagnostics: Diagnostics) -> dict[str, Any]:
+    """Returns the state with the target's endings of variables of Flax NNX."""
+    result: dict[str, Any] = {}
+    for name, value in state.items():
+        new = wanted.get(plain_name(name), name) if is_step(name) or may_be_optimizer(name) else name
+        result[new] = value
+        if new != name and name in diagnostics.fidelity:
+            diagnostics.fidelity[new] = diagnostics.fidelity[name]
+    return result
 
 
 def _chain_of(optimizer: OptimizerState) -> _Chain:
@@ -232,6 +239,8 @@ class _Placing:
                 if plain_name(name) != plain_name(origins[0]):
                     rule = "into the target's optimizer"
                     self._diagnostics.record_origins({name: (origins[0], rule)})
+                elif (fidelity := self._diagnostics.fidelity.get(origins[0])) is not None:
+                    self._diagnostics.fidelity[name] = fidelity
         return self._with_step(result, target)
 
     def _renamed_lost(self, sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
