@@ -129,6 +129,8 @@ def run_on_leaves(
     skipped: Collection[int] = (),
 ) -> dict[str, Any]:
     """Runs transforms on leaves of checkpoints, and places the optimizer's in the target's chain."""
+    if not transforms:
+        return place_optimizer(leaves, target_flat, diagnostics)
     source = {name: as_keys(value) if isinstance(value, View) else value for name, value in leaves.items()}
     state = run_and_place(
         transforms, source, target_flat, is_resuming=is_resuming, diagnostics=diagnostics, skipped=skipped
@@ -223,7 +225,7 @@ class _Run:
         if matched and rules.takes_names:
             # Moments that the rule names are renamed or dropped by it, as any leaf.
             state = self._begin(self._joined(state), roots, getattr(transform, "rule_of", None))
-            self._followed.take_out(matched)
+            self._followed.take_out(rules)
             return self._joined(self._apply(transform, self._followed.visible), is_known=False)
         self._diagnostics.slots = matched
         moved = self._apply(transform, state)

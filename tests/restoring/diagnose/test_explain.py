@@ -110,13 +110,3 @@ except ot.RestorePlanError as error:
     assert "AssignmentMap" in str(error), error
 print(*[name for name in sys.modules if name.startswith(("orbax_t5x.rules.", "orbax_t5x.transforms.follow."))])
 """
-
-
-def test_a_misspelt_name_is_explained_without_packs_and_alignment(tmp_path):
-    """Each hypothesis is loaded where the leaves have what it needs, and so are the packs."""
-    command = [sys.executable, "-c", _MISSPELT, tmp_path / "model.npz"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    loaded = {name.removeprefix("orbax_t5x.") for name in done.stdout.split()}
-    table = {f"rules.{name}" for name in ("graph", "inference", "layouts", "pack")}
-    assert loaded == table
