@@ -34,7 +34,7 @@ _as_dtype = on_demand.function("orbax_t5x.transforms.dtype_names", "as_dtype")
 _fill: Callable[[Node, Node], Node] = on_demand.function("orbax_t5x.lazy.fill", "fill")
 _NOTHING_RESTORED = Fix.any_of(
     Fix("give transforms that lead from the checkpoint's names to the target's"),
-    Fix.setting("if nothing of the checkpoint is wanted, pass {}", fallback_for=(".*",)),
+    Fix.in_program("if nothing of the checkpoint is wanted, pass fallback_for=['.*']"),
 )
 _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 

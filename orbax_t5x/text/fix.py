@@ -49,7 +49,8 @@ class Fix:
       arguments: keyword arguments to set in the call; `...` is a value that the caller has to choose.
       rule: the rule to write in place of a wrong one, as (pattern, replacement).
       removed: a transform to take out.
-      words: the text with `{}` for the code of the arguments; of a transform to take out, the condition.
+      words: the text with `{}` for the code of the arguments, or `{set}` for that of the ones with a value; of a
+        transform to take out, the condition.
       to_others: whether the call has transforms already.
       scope: where advice in words can be followed.
       alternatives: other fixes, each of which is enough; the first has the same data as this one.
@@ -76,7 +77,7 @@ class Fix:
 
     @classmethod
     def setting(cls, words: str, /, **arguments: Any) -> Fix:
-        """Makes a fix that sets keyword arguments; `words` has `{}` for them."""
+        """Makes a fix that sets keyword arguments; `words` has `{}` for all of them, `{set}` for those with a value."""
         return cls("", arguments=arguments, words=words)._written()
 
     @classmethod
@@ -106,6 +107,11 @@ class Fix:
     def by_target(cls, text: str) -> Fix:
         """Makes advice that changes the target."""
         return cls(text, scope="target")
+
+    @property
+    def is_data(self) -> bool:
+        """True if a program can follow it: transforms, arguments or a rule."""
+        return bool(self.transforms or self.arguments) or self.removed is not None or self.rule is not None
 
     @classmethod
     def any_of(cls, *ways: Fix) -> Fix:
@@ -140,7 +146,9 @@ class Fix:
             code = calls_code(self.transforms)
             texts.append(f"pass transforms=[*transforms, {code}]" if self.to_others else f"add transforms=[{code}]")
         if self.arguments:
-            texts.append(self.words.replace("{}", arguments_code(self.arguments)))
+            chosen = {name: value for name, value in self.arguments.items() if value is not ...}
+            words = self.words.replace("{}", arguments_code(self.arguments))
+            texts.append(words.replace("{set}", arguments_code(chosen)))
         if self.rule is not None:
             texts.append(f"write the rule as {self.rule}")
         if self.removed is not None:

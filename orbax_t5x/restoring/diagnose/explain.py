@@ -8,12 +8,28 @@ and then for what explains the leaves that are left.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves, model_leaves
+from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves
+from orbax_t5x.restoring.diagnose.joined_fixes import with_joined_fixes
+from orbax_t5x.restoring.diagnose.naming import other_item, other_prefix, renamed_parts
+from orbax_t5x.restoring.diagnose.other_depth import other_depth
+from orbax_t5x.restoring.diagnose.other_layout import (
+    aligned_model,
+    bare_source,
+    needless_rules,
+    other_pack,
+    patterns_of_variables,
+    several_sources,
+    unfollowed_rules,
+    untranslated,
+)
+from orbax_t5x.restoring.diagnose.other_optimizer import other_optimizer
+from orbax_t5x.restoring.diagnose.other_shapes import other_shapes
+from orbax_t5x.restoring.diagnose.unexplained import no_value, tied_logits, unexplained, unread_scales
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.planner import PlanInputs
 from orbax_t5x.restoring.sources import FoundRules, OneSource
@@ -22,29 +38,28 @@ from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 
-# In order: what the leaves need to have for it, the module, and the function.
 REMEDIES = (
-    ("transforms", "other_layout", "needless_rules"),
-    ("sources", "other_layout", "several_sources"),
-    ("bare_sources", "other_layout", "bare_source"),
-    ("unfilled", "other_layout", "other_pack"),
-    ("likes", "naming", "other_names"),
-    ("missing", "other_layout", "aligned_model"),
+    needless_rules,
+    unfollowed_rules,
+    patterns_of_variables,
+    several_sources,
+    bare_source,
+    other_pack,
+    other_item,
+    other_prefix,
+    renamed_parts,
+    aligned_model,
 )
 # Causes of many missing leaves, then of single leaves, then of leaves that are left over.
 EXPLANATIONS = (
-    ("unfilled", "other_layout", "untranslated"),
-    ("likes", "naming", "similar_names"),
-    ("missing", "unexplained", "single_array"),
-    ("missing", "unexplained", "no_value"),
-    ("optimizer", "other_optimizer", "other_optimizer"),
-    ("sized", "other_depth", "other_depth"),
-    ("fed_forward", "other_depth", "other_feed_forward"),
-    ("leftovers", "unexplained", "encoder_only"),
-    ("leftovers", "unexplained", "unread_scales"),
-    ("leftovers", "unexplained", "tied_logits"),
-    ("leftovers", "unexplained", "other_models"),
-    ("unexplained", "unexplained", "unexplained"),
+    untranslated,
+    no_value,
+    other_optimizer,
+    other_depth,
+    other_shapes,
+    unread_scales,
+    tied_logits,
+    unexplained,
 )
 
 _NOTHING_MORE = Fix("")
@@ -86,15 +101,27 @@ def _remedied(inputs: PlanInputs, found: Matcher) -> list[Problem] | None:
     message = f"{leaves} no match by {found_by} in the checkpoint: {remedy.reason}"
     if matcher.restores_nothing:
         message = f"no leaf of the checkpoint has a place in the target, and {message}"
+    causes = [problem for problem in left if problem in matcher.diagnostics.problems]
+    left = [problem for problem in left if problem not in causes]
     if left:
         message += f"; with the fix, {counted(len(left), 'problem is', 'problems are')} left, listed below"
+    if remedy.advice is not None or _unmatched(found, inputs).may_fill_unasked:
+        left = list(map(_in_words, left))  # right only after the fix, and a restore may end without it
     kind = "nothing_restored" if matcher.restores_nothing else "missing"
     ways = [_fix_of_remedy(way, inputs, is_added=is_added) for way in (remedy, *others)]
     fix = ways[0]
     if others and remedy.advice is None:
         # One text is enough for Python; another interface may have words for the others only.
         fix = dataclasses.replace(fix, alternatives=tuple(ways))
-    return [Problem(kind, None, message, fix), *left]
+    return [*causes, Problem(kind, None, message, fix), *left]
+
+
+def _in_words(problem: Problem) -> Problem:
+    """Returns a problem with a fix that no program follows."""
+    if problem.fix is None:
+        return problem
+    ways = [Fix.in_program(way.text) if way.arguments else way for way in problem.fix.ways]
+    return dataclasses.replace(problem, fix=Fix.any_of(*ways))
 
 
 def _best_remedy(
@@ -104,11 +131,11 @@ def _best_remedy(
     unfilled = unfilled_of(matcher)
     unmatched = _unmatched(matcher, inputs)
     best: _TriedRemedy | None = None
-    for remedy in (remedy for hypothesis in REMEDIES for remedy in asked(hypothesis, unmatched)):
+    for remedy in (remedy for hypothesis in REMEDIES for remedy in hypothesis(unmatched)):
         if best is not None and not best.left and remedy.reason != best.remedy.reason:
             break
         after = _match_with(remedy, matcher, inputs)
-        if not _fills_most(unfilled, unfilled_of(after)):
+        if not set(unfilled_of(after)) < set(unfilled):
             continue
         problems = _problems_after(remedy, after, matcher, inputs)
         if problems is None:
@@ -118,13 +145,6 @@ def _best_remedy(
         elif problems == best.left and remedy.reason == best.remedy.reason:
             best.others.append(remedy)
     return best
-
-
-def asked(hypothesis: tuple[str, str, str], unmatched: UnmatchedLeaves) -> Iterator[Any]:
-    """Yields a hypothesis' answers; loads it if the leaves need it."""
-    needed, module, name = hypothesis
-    if getattr(unmatched, needed):
-        yield from on_demand.function(f"orbax_t5x.restoring.diagnose.{module}", name)(unmatched)
 
 
 def _matched_before(inputs: PlanInputs, found: Matcher) -> tuple[Matcher, bool]:
@@ -166,18 +186,11 @@ def _problems_after(remedy: Remedy, after: Matcher, before: Matcher, inputs: Pla
     return _problems(after, dataclasses.replace(inputs, takes_rules=False))
 
 
-def _fills_most(before: Collection[str], after: Collection[str]) -> bool:
-    """Tests if most missing leaves are filled, and no leaf is lost.
-
-    An optimizer's state may be missing for another reason, such as that it was never saved.
-    """
-    model = model_leaves(before)
-    return set(after) <= set(before) and 2 * len(set(after).intersection(model)) < len(model)
-
-
 def _fix_of_remedy(remedy: Remedy, inputs: PlanInputs, *, is_added: bool) -> Fix:
     if remedy.advice is not None:
         return Fix(remedy.advice)
+    if remedy.item:
+        return Fix.setting("pass {}", item=remedy.item)
     if remedy.is_instead:
         return Fix.setting("pass {}", transforms=remedy.transforms)
     if not is_added:
@@ -221,24 +234,38 @@ def _unmatched(matcher: Matcher, inputs: PlanInputs) -> UnmatchedLeaves:
         bare_sources=inputs.bare_sources(),
         source=inputs.source,
         sources=tuple(filter(None, inputs.sources.checkpoints)),
-        clashes={one.leaf or "": one for one in matcher.problems if one.kind == "shape"},
+        clashes={
+            problem.leaf: problem for problem in matcher.problems if problem.kind == "shape" and problem.leaf is not None
+        },
+        items=_items(inputs),
+        options=inputs.options,
     )
+
+
+def _items(inputs: PlanInputs) -> tuple[str, ...]:
+    """Returns the names of the items of a single checkpoint."""
+    checkpoint = inputs.sources.checkpoints.get("")
+    return () if checkpoint is None else tuple(checkpoint.metadata.get("item_names", ()))
 
 
 def _problems(matcher: Matcher, inputs: PlanInputs) -> list[Problem]:
     """Returns the problems of transforms, leaves and hypotheses."""
     unmatched = _unmatched(matcher, inputs)
-    position = {one.name: at for at, one in enumerate(unmatched.missing)}
-    found: list[Problem] = []
+    position = {leaf.name: at for at, leaf in enumerate(unmatched.missing)}
+    explained: list[Problem] = []
     for hypothesis in EXPLANATIONS:
-        if explained := list(asked(hypothesis, unmatched)):
-            found += [_with_given(one.problem, inputs) for one in explained]
-            unmatched = unmatched.without({name for one in explained for name in one.names})
+        explanations = list(hypothesis(unmatched))
+        explained += [explanation.problem for explanation in explanations]
+        unmatched = unmatched.without({name for explanation in explanations for name in explanation.names})
     # Causes of many missing leaves, then single ones in the target's order, then what is left over.
     last = len(position)
-    found.sort(
-        key=lambda one: last if one.kind == "leftover" else -1 if one.leaf is None else position.get(one.leaf, last)
-    )
-    left = [one for one in matcher.problems if one.kind != "shape" or (one.leaf or "") in unmatched.clashes]
-    left = [_with_given(one, inputs) for one in left]
-    return [*matcher.diagnostics.problems, *left, *dict.fromkeys(found)]
+
+    def place(problem: Problem) -> int:
+        if problem.kind == "leftover":
+            return last
+        return -1 if problem.leaf is None else position.get(problem.leaf, last)
+
+    single = [problem for problem in matcher.problems if problem.kind != "shape" or problem.leaf in unmatched.clashes]
+    problems = [*single, *dict.fromkeys(sorted(explained, key=place))]
+    names = {*matcher.target.leaves, *matcher.state}
+    return [*matcher.diagnostics.problems, *(_with_given(one, inputs) for one in with_joined_fixes(problems, names))]

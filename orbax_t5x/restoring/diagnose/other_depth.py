@@ -16,10 +16,11 @@ from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.containers import may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Shapes, UnmatchedLeaves
-from orbax_t5x.restoring.diagnose.unexplained import LEAVE_UNREAD
-from orbax_t5x.restoring.fitting import is_layer_word, stacked_part
+from orbax_t5x.restoring.diagnose.other_shapes import is_layer_word, is_table, stacked_part
+from orbax_t5x.restoring.diagnose.unexplained import fill_new, leave_unread
 from orbax_t5x.text.wording import counted, leaves_text
 from orbax_t5x.transforms import Transform
+from orbax_t5x.trees.subtrees import exact_patterns
 
 _NUMBER = re.compile(r"(?<!\d)\d+(?=[/.])")
 _LAYER = re.compile(r"(?P<i>\d+)[/.].*")
@@ -31,11 +32,6 @@ _LEAST_ALIKE = 2
 _NO_LAYERS = re.compile(r"(?i).*(?:expert|head)s?")
 _BUILD = Fix.by_target("build the model with the checkpoint's number of layers")
 _OF_LAYERS = Fix("where these are layers, ot.transforms.RepeatLayers makes other depths of them")
-_FILL = Fix.setting("give {} values for the others", fallback=...)
-
-_FEED_FORWARD = re.compile(r"(?P<layer>.*)/mlp/wi(?P<gate>|_0|_1)/kernel")
-_GATED = ("gated (mlp/wi_0, mlp/wi_1)", "('gelu', 'linear')")
-_PLAIN = ("not gated (mlp/wi)", "('relu',)")
 
 
 class _Tower(NamedTuple):
@@ -94,20 +90,6 @@ def other_depth(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     yield from _widths(unmatched, counting)
 
 
-def other_feed_forward(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-    """Explains T5X's `mlp/wi` against `mlp/wi_0` and `mlp/wi_1`."""
-    matches = filter(None, map(_FEED_FORWARD.fullmatch, unmatched.stored))
-    gated = {match["layer"]: bool(match["gate"]) for match in matches}
-    for name in unmatched.wanted:
-        match = _FEED_FORWARD.fullmatch(name)
-        if match is None or gated.get(match["layer"], bool(match["gate"])) == bool(match["gate"]):
-            continue
-        (theirs, activations), (ours, _) = (_PLAIN, _GATED) if match["gate"] else (_GATED, _PLAIN)
-        message = f"the checkpoint's feed-forward layers are {theirs}, and the target's are {ours}"
-        fix = Fix.by_target(f"build the model as the checkpoint's was (T5X: mlp_activations={activations})")
-        yield Explanation(Problem("missing", None, message, fix), (name,))
-
-
 def _explained(towers: Sequence[_Tower], unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     """Yields a common problem of towers that differ alike."""
     _, old, new, is_named, is_certain, axis = towers[0]
@@ -132,9 +114,10 @@ def _explained(towers: Sequence[_Tower], unmatched: UnmatchedLeaves) -> Iterator
         ways.append(_OF_LAYERS)
     kind = "shape" if axis is not None else "missing" if new > old else "leftover"
     if kind == "missing":
-        ways.append(_FILL)
+        patterns = exact_patterns(names, list(unmatched.target.leaves))
+        ways.append(Fix.in_program(fill_new(patterns, unmatched, "if the others are new").text))
     elif kind == "leftover":
-        ways += LEAVE_UNREAD.ways
+        ways += leave_unread(unmatched).ways
     yield Explanation(Problem(kind, None, message, Fix.any_of(*ways)), names)
 
 
@@ -248,16 +231,13 @@ def _widths(unmatched: UnmatchedLeaves, explained: Collection[str]) -> Iterator[
     It is the width of a model, or the number of its layers: new elements of zeros would be dead weights.
     """
     changes = {name: change for name, change in _changes(unmatched).items() if name not in explained}
-    sizes = collections.Counter(change[1:] for name, change in changes.items() if not _VOCABULARY.fullmatch(name))
+    sizes = collections.Counter(change[1:] for name, change in changes.items() if not is_table(name))
     for name, change in changes.items():
         count = sizes[change[1:]]
-        if count > _LEAST_ALIKE and not _VOCABULARY.fullmatch(name):
+        if count > _LEAST_ALIKE and not is_table(name):
             text = (
                 f"find out what the dimension is that {leaves_text(count)} have with {change.old} in place of "
                 f"{change.new}: layers, or the model's width"
             )
             fix = Fix.any_of(Fix.by_target("give the target the checkpoint's shape"), Fix(text))
             yield Explanation(dataclasses.replace(unmatched.clashes[name], fix=fix), (name,))
-
-
-_VOCABULARY = re.compile(r"(?i).*(?:emb|vocab|wte|shared|lm_head|logits|token).*")

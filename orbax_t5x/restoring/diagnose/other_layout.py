@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbax_t5x import on_demand, transforms
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.optim.containers import is_in_optimizer
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.sources import OneSource
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.patterns.table import pattern_text
 from orbax_t5x.transforms.run import run_on_leaves
 
 _MESH_TF = "the checkpoint's names are Mesh TensorFlow's"
 # Leaves of a model that is aligned; fewer are explained one by one.
 _LEAST_ALIGNED = 8
 _LET_AUTO_FIND = 'if the two are one model, pass transforms="auto" (on the command line: --rules auto)'
+_VALUE = "/value"
+_PATTERN_FIELDS = frozenset({"pattern", "patterns", "rules"})
 _find_layout = on_demand.function("orbax_t5x.rules.layouts", "find_layout")
 _find_rules = on_demand.function("orbax_t5x.rules.finding", "find_rules")
 _find_pack = on_demand.function("orbax_t5x.rules.inference", "find_pack")
@@ -32,6 +38,52 @@ def needless_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         yield Remedy(
             (), "the target has the names of the checkpoint as they are without the transforms", is_instead=True
         )
+
+
+def unfollowed_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+    """Proposes that the optimizer follows rules that renamed its parameters."""
+    if not any(map(is_in_optimizer, unmatched.unfilled)):
+        return
+    chain = list(unmatched.transforms)
+    followed = [transforms.FollowOptimizer(rule) if _may_follow(rule) else rule for rule in chain]
+    if followed != chain:
+        reason = "the rules of the call name parameters, and the optimizer's leaves do not follow them"
+        yield Remedy(tuple(followed), reason, is_instead=True)
+
+
+def _may_follow(rule: Any) -> bool:
+    return not isinstance(rule, transforms.FollowOptimizer | OneSource | transforms.Drop | transforms.Keep)
+
+
+def patterns_of_variables(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+    """Proposes patterns that end in `/value`, as the names of a saved NNX state do."""
+    names = [name for name in unmatched.source if name.endswith(_VALUE)]
+    changed = [_with_value(rule, names) for rule in unmatched.transforms] if names else []
+    if changed and changed != list(unmatched.transforms):
+        yield Remedy(tuple(changed), f"the checkpoint's names end in '{_VALUE}', as NNX saves them", is_instead=True)
+
+
+def _with_value(rule: Any, names: list[str]) -> Any:
+    """Returns a transform whose patterns match names with `/value`, where they match none without."""
+
+    def extended(pattern: Any) -> Any:
+        text = pattern_text(pattern)
+        matches = any(re.fullmatch(text + _VALUE, name) for name in names)
+        is_needed = matches and not any(re.fullmatch(text, name) for name in names)
+        return f"{text}(?:{_VALUE})?" if is_needed else pattern
+
+    if isinstance(rule, transforms.FollowOptimizer):
+        return dataclasses.replace(rule, transform=_with_value(rule.transform, names))
+    fields = {field.name for field in dataclasses.fields(rule)} if isinstance(rule, Transform) else set()
+    if isinstance(rule, transforms.AssignmentMap) or fields.isdisjoint(_PATTERN_FIELDS):
+        return rule
+    (field,) = fields & _PATTERN_FIELDS
+    value = getattr(rule, field)
+    if field == "rules":
+        changed = tuple([(extended(pattern), replacement) for pattern, replacement in value])
+    else:
+        changed = extended(value) if field == "pattern" else tuple(map(extended, value))
+    return rule if changed == value else dataclasses.replace(rule, **{field: changed})
 
 
 def other_pack(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
