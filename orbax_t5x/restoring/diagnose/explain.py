@@ -8,7 +8,7 @@ and then for what explains the leaves that are left.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x import on_demand
@@ -25,7 +25,6 @@ from orbax_t5x.restoring.diagnose.other_layout import (
     patterns_of_variables,
     several_sources,
     unfollowed_rules,
-    untranslated,
 )
 from orbax_t5x.restoring.diagnose.other_optimizer import other_optimizer
 from orbax_t5x.restoring.diagnose.other_shapes import other_shapes
@@ -52,7 +51,6 @@ REMEDIES = (
 )
 # Causes of many missing leaves, then of single leaves, then of leaves that are left over.
 EXPLANATIONS = (
-    untranslated,
     no_value,
     other_optimizer,
     other_depth,
@@ -72,7 +70,7 @@ class _TriedRemedy(NamedTuple):
     remedy: Remedy
     left: list[Problem]
     others: list[Remedy]
-    unfilled: int
+    after: Matcher
 
 
 def explain_failure(inputs: PlanInputs, matcher: Matcher) -> list[Problem]:
@@ -87,17 +85,15 @@ def explain_failure(inputs: PlanInputs, matcher: Matcher) -> list[Problem]:
 def _remedied(inputs: PlanInputs, found: Matcher) -> list[Problem] | None:
     """Returns the problems with the best remedy, or None."""
     matcher, is_added = _matched_before(inputs, found)
-    best, found_by = _best_remedy(matcher, inputs, lambda matcher: matcher.unfilled), "name and shape"
-    if best is None:
-        # A model of another size: the names show how to map it, and the problems that are left which sizes differ.
-        best, found_by = (
-            _best_remedy(matcher, inputs, lambda one: [n for n in one.unfilled if n not in one.state]),
-            "name",
-        )
+    best = _best_remedy(matcher, inputs)
     if best is None:
         return None
-    remedy, left, others, unfilled = best
-    leaves = counted(unfilled, "target leaf has", "target leaves have")
+    remedy, left, others, after = best
+    # Of a model of another size names show how to map it, and the problems that are left which sizes differ.
+    is_by_name = 2 * len(after.unfilled) >= len(matcher.unfilled) and bool(_unnamed(matcher))
+    count = len(_unnamed(matcher)) if is_by_name else len(matcher.unfilled)
+    found_by = "name" if is_by_name else "name and shape"
+    leaves = counted(count, "target leaf has", "target leaves have")
     message = f"{leaves} no match by {found_by} in the checkpoint: {remedy.reason}"
     if matcher.restores_nothing:
         message = f"no leaf of the checkpoint has a place in the target, and {message}"
@@ -120,31 +116,44 @@ def _in_words(problem: Problem) -> Problem:
     """Returns a problem with a fix that no program follows."""
     if problem.fix is None:
         return problem
-    ways = [Fix.in_program(way.text) if way.arguments else way for way in problem.fix.ways]
+    ways = [way.in_words() if way.arguments else way for way in problem.fix.ways]
     return dataclasses.replace(problem, fix=Fix.any_of(*ways))
 
 
-def _best_remedy(
-    matcher: Matcher, inputs: PlanInputs, unfilled_of: Callable[[Matcher], list[str]]
-) -> _TriedRemedy | None:
-    """Returns the remedy that leaves the fewest problems."""
-    unfilled = unfilled_of(matcher)
+def _best_remedy(matcher: Matcher, inputs: PlanInputs) -> _TriedRemedy | None:
+    """Returns the remedy that leaves the fewest problems, of those that fill a leaf and lose none."""
     unmatched = _unmatched(matcher, inputs)
     best: _TriedRemedy | None = None
     for remedy in (remedy for hypothesis in REMEDIES for remedy in hypothesis(unmatched)):
         if best is not None and not best.left and remedy.reason != best.remedy.reason:
             break
+        if best is not None and best.remedy.advice is None and remedy.advice is not None:
+            continue
         after = _match_with(remedy, matcher, inputs)
-        if not set(unfilled_of(after)) < set(unfilled):
+        if not _is_better(after, matcher):
             continue
         problems = _problems_after(remedy, after, matcher, inputs)
         if problems is None:
             continue
-        if best is None or len(problems) < len(best.left):
-            best = _TriedRemedy(remedy, problems, [], len(unfilled))
+        is_first_code = best is not None and best.remedy.advice is not None and remedy.advice is None
+        if best is None or is_first_code or len(problems) < len(best.left):
+            best = _TriedRemedy(remedy, problems, [], after)
         elif problems == best.left and remedy.reason == best.remedy.reason:
             best.others.append(remedy)
     return best
+
+
+def _is_better(after: Matcher, before: Matcher) -> bool:
+    return (
+        set(after.unfilled) <= set(before.unfilled)
+        and _unnamed(after) <= _unnamed(before)
+        and (len(after.unfilled) < len(before.unfilled) or len(_unnamed(after)) < len(_unnamed(before)))
+    )
+
+
+def _unnamed(matcher: Matcher) -> set[str]:
+    """Returns the target's names that the state dict lacks."""
+    return {name for name in matcher.unfilled if name not in matcher.state}
 
 
 def _matched_before(inputs: PlanInputs, found: Matcher) -> tuple[Matcher, bool]:

@@ -13,12 +13,11 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from orbax_t5x.optim.containers import MOMENT_WORDS, is_in_optimizer
+from orbax_t5x.optim.containers import MOMENT_WORDS, is_in_optimizer, may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves, as_template
 from orbax_t5x.restoring.diagnose.other_shapes import is_layer_word
-from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import listed
-from orbax_t5x.transforms import Keep, Rename
+from orbax_t5x.transforms import AssignmentMap, Keep, Rename
 
 # Fewer leaves show no prefix, unless the target has no others.
 _LEAST_ALIKE = 2
@@ -30,6 +29,8 @@ _LEAST_MISSPELT = 4
 _MOST_PARTS = 2
 _SHOWN_PARTS = 3
 _MOST_CANDIDATES = 64
+# Leaves that a rule names one by one.
+_MOST_NAMES = 8
 # A run of capitals or small letters, one capital before small ones, or a number: `mlpBlock_03` is mlp, block, 03.
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 # Words for one of several layers, of which a model has one kind.
@@ -38,6 +39,8 @@ _LAYER_WORDS = frozenset({"layer", "layers", "block", "blocks", "h"})
 _ROOTS = frozenset({"target", "params", "model", "module", "transformer", "state", "variables", "base", "base_model"})
 # In place of a number that is the same on both sides.
 _NUMBER = "#"
+
+_ADVICE = "if the two are the same module, map the names with a rule of Rename"
 
 Pair = tuple[str, str]
 """A name in a checkpoint, and one in a target; or parts of them, with `#` for a number that both have."""
@@ -63,20 +66,26 @@ def other_prefix(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         alike = next((named_alike[ending] for ending in endings if ending in named_alike), [])
         counts.update({_prefixes(stored, name) for stored in alike[:_MOST_CANDIDATES]})
     (prefixes, most), (_, second) = [*counts.most_common(2), (("", ""), 0), (("", ""), 0)][:2]
-    if most == second or prefixes[0] == prefixes[1] or (most < _LEAST_ALIKE and most < len(unmatched.target.leaves)):
-        return
     theirs, ours = prefixes
+    is_nesting = _is_nesting(theirs, ours)
+    is_whole = is_nesting and most == len(unmatched.target.leaves)
+    if most == second or theirs == ours or (most < _LEAST_ALIKE and not is_whole):
+        return
     reason = f"names begin with {theirs!r} in the checkpoint, and with {ours!r} in the target"
     if not theirs or not ours:
         reason = f"only in the {'checkpoint' if theirs else 'target'} do names begin with {theirs or ours!r}"
-    rules = (Rename(((f"{re.escape(theirs)}(.*)", f"{as_template(ours)}\\1"),)),)
-    yield Remedy(rules, reason, None if _is_nesting(theirs, ours) else _question(rules))
+    advice = None if is_nesting else _ADVICE
+    # Optimizers follow a Rename; the command line has options for an AssignmentMap.
+    for kind, old, new in ((Rename, theirs, ours), (AssignmentMap, ours, theirs)):
+        yield Remedy((kind(((f"{re.escape(old)}(.*)", f"{as_template(new)}\\1"),)),), reason, advice)
 
 
 def _by_ending(leaves: Mapping[str, Any]) -> dict[Hashable, list[str]]:
     """Maps each ending of a name, with the leaf's shape, to the names that have it."""
     found: dict[Hashable, list[str]] = {}
     for name, leaf in leaves.items():
+        if may_be_moment(name):
+            continue
         parts, shape = name.removesuffix("/value").split("/"), tuple(leaf.shape)
         for at in range(len(parts)):
             found.setdefault(("/".join(parts[at:]), shape), []).append(name)
@@ -86,10 +95,6 @@ def _by_ending(leaves: Mapping[str, Any]) -> dict[Hashable, list[str]]:
 def _model_names(unmatched: UnmatchedLeaves) -> list[str]:
     """Returns unfilled names of the model; moments follow their parameters, and no rule of names."""
     return [name for name in unmatched.unfilled_shapes if not is_in_optimizer(name)]
-
-
-def _question(rules: tuple[Rename, ...]) -> str:
-    return f"if they are the same arrays, add transforms=[{calls_code(rules)}]"
 
 
 def _prefixes(theirs: str, ours: str) -> Pair:
@@ -118,36 +123,49 @@ def _is_one_layer(part: str) -> bool:
 def renamed_parts(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
     """Proposes rules for other words in the names, if each missing leaf has one reading."""
     free = _by_masked(unmatched.free)
-    renamed: dict[Pair, None] = {}
+    known: dict[Pair, None] = {}
+    unknown: dict[Pair, None] = {}
+    names: dict[str, str] = {}
     for name in _model_names(unmatched):
         shape = unmatched.target.leaves[name].shape
         readings = {
-            pairs
+            pairs: stored
             for masked in _masked(name)
             for stored in free.get((masked, shape), ())[:_MOST_CANDIDATES]
             if (pairs := _differing_parts(stored, name))
         }
-        fewest = min(map(len, readings), default=0)
-        plain = {pairs for pairs in readings if all(_is_same_word(*pair) for pair in pairs)}
-        readings = plain or {pairs for pairs in readings if len(pairs) == fewest}
-        if len(readings) != 1:
-            continue
-        renamed.update(dict.fromkeys(readings.pop()))
-    olds, news = ([pair[side] for pair in renamed] for side in (0, 1))
-    if not renamed or len({*olds}) < len(olds) or len({*news}) < len(news):
+        plain = [pairs for pairs in readings if all(_is_same_word(*pair) for pair in pairs)]
+        if len(plain) == 1:
+            known.update(dict.fromkeys(plain[0]))
+            names[readings[plain[0]]] = name
+        elif len(readings) == 1:
+            unknown.update(dict.fromkeys(*readings))
+    pairs = list(known or unknown)
+    if not pairs or not (known or len(unknown) == 1) or not _is_one_to_one(pairs):
         return
-    is_known = all(_is_same_word(*pair) for pair in renamed)
-    theirs, ours = (listed([repr(word.replace(_NUMBER, "i")) for word in words], _SHOWN_PARTS) for words in (olds, news))
-    rules = tuple([Rename((_rule(old, new),)) for old, new in renamed])
-    reason = f"where the target's names have {ours}, the checkpoint's have {theirs}"
-    yield Remedy(rules, reason, None if is_known else _question(rules))
+    olds, news = (
+        listed([repr(pair[side].replace(_NUMBER, "i")) for pair in pairs], _SHOWN_PARTS) for side in (0, 1)
+    )
+    reason = f"where the target's names have {news}, the checkpoint's have {olds}"
+    advice = None if known else _ADVICE
+    yield Remedy(tuple([Rename((_rule(old, new),)) for old, new in pairs]), reason, advice)
+    if len(pairs) == 1:
+        yield Remedy((AssignmentMap((_rule(*reversed(pairs[0])),)),), reason, advice)
+    if known and len(names) <= _MOST_NAMES:
+        # Where other leaves keep the words.
+        rules = tuple([(re.escape(stored), as_template(name)) for stored, name in names.items()])
+        yield Remedy((Rename(rules),), reason)
+
+
+def _is_one_to_one(pairs: list[Pair]) -> bool:
+    return len({old for old, _ in pairs}) == len(pairs) == len({new for _, new in pairs})
 
 
 def _by_masked(leaves: Mapping[str, Any]) -> dict[Hashable, list[str]]:
     """Maps names with one or two parts masked, and the leaf's shape, to the names."""
     found: dict[Hashable, list[str]] = {}
     for name, leaf in leaves.items():
-        for masked in _masked(name) if not is_in_optimizer(name) else ():
+        for masked in () if may_be_moment(name) else _masked(name):
             found.setdefault((masked, tuple(leaf.shape)), []).append(name)
     return found
 

@@ -115,7 +115,7 @@ def _explained(towers: Sequence[_Tower], unmatched: UnmatchedLeaves) -> Iterator
     kind = "shape" if axis is not None else "missing" if new > old else "leftover"
     if kind == "missing":
         patterns = exact_patterns(names, list(unmatched.target.leaves))
-        ways.append(Fix.in_program(fill_new(patterns, unmatched, "if the others are new").text))
+        ways.append(fill_new(patterns, unmatched, "if the others are new").in_words())
     elif kind == "leftover":
         ways += leave_unread(unmatched).ways
     yield Explanation(Problem(kind, None, message, Fix.any_of(*ways)), names)

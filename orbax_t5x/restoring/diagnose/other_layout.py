@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbax_t5x import on_demand, transforms
-from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.optim.containers import is_in_optimizer
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Remedy, UnmatchedLeaves
+from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.sources import OneSource
 from orbax_t5x.text.code import calls_code
-from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import pattern_text
@@ -101,15 +100,6 @@ def other_pack(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         first = pack_remedy(unmatched.source, unmatched.target.original)
         if first is not None:
             yield first._replace(is_first=True)
-
-
-def untranslated(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-    """Explains leaves that `Translate` may name."""
-    # A target that has the bundle's names for its other leaves is not to be translated.
-    is_mostly_unfilled = 2 * len(unmatched.unfilled) > len(unmatched.target.leaves)
-    if is_mostly_unfilled and unmatched.missing and unmatched.takes_rules and _is_untranslated(unmatched):
-        message = f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
-        yield Explanation(Problem("missing", None, message, Fix.adding(transforms.Translate())), ())
 
 
 def _is_rule(transform: Any) -> bool:

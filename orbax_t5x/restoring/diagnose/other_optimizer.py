@@ -36,11 +36,11 @@ def other_optimizer(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         return
     stored, theirs = _optimizer({name: value for name, value in unmatched.source.items() if value is not None})
     anew = fill_new(exact_patterns(missing, list(unmatched.target.leaves)), unmatched, "to start the optimizer anew")
-    ways = [_AS_STORED, Fix.in_program(anew.text)]
+    ways = [_AS_STORED, anew.in_words()]
     message = f"the checkpoint has {theirs} state, the target {ours}"
     if not stored:
         message = "the checkpoint has no optimizer's state"
-        ways = [Fix.in_program(anew.text) if unmatched.has_free_arrays else anew]
+        ways = [anew.in_words() if unmatched.has_free_arrays else anew]
     elif theirs == ours:
         message = f"the checkpoint has {theirs} state under other names or in other shapes than the target"
         is_converted = any(isinstance(transform, AdafactorSlots) for transform in unmatched.transforms)

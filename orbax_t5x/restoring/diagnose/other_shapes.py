@@ -105,4 +105,4 @@ def _fix_of_new(names: list[str], shapes: Mapping[str, Any], unmatched: Unmatche
     if not names or not has_others:
         return ()
     fix = fill_new(exact_patterns(names, list(unmatched.target.leaves)), unmatched, "if this is new, such as a head")
-    return (fix,) if is_head else (Fix.in_program(fix.text), _UNKNOWN)
+    return (fix,) if is_head else (fix.in_words(), _UNKNOWN)

@@ -43,7 +43,7 @@ def fill_new(patterns: list[str], unmatched: UnmatchedLeaves, condition: str) ->
     """Returns the fix that lets the fallback fill leaves because they are new."""
     given = [pattern_text(pattern) for pattern in unmatched.options.fallback_for or ()]
     arguments: dict[str, Any] = {} if unmatched.options.fallback is not None else {"fallback": ...}
-    words = f"{condition}, {'give fallback= values and ' if arguments else ''}pass {{set}}"
+    words = f"{condition}, {'give {fallback} values and ' if arguments else ''}pass {{set}}"
     return Fix.setting(words, **arguments, fallback_for=[*given, *patterns])
 
 
@@ -57,7 +57,7 @@ def _missing_fix(unmatched: UnmatchedLeaves) -> Fix:
     if len(patterns) > _MOST_PATTERNS:
         fix = Fix.in_program("if they are new, give fallback= values and name them by patterns of fallback_for=")
     if unmatched.has_free_arrays and unmatched.takes_rules:
-        return Fix.any_of(_RENAME, Fix.in_program(fix.text), _LEAVE_OUT)
+        return Fix.any_of(_RENAME, fix.in_words(), _LEAVE_OUT)
     return Fix.any_of(fix, _LEAVE_OUT)
 
 
@@ -76,7 +76,7 @@ def no_value(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     for leaf in unmatched.missing:
         give = fill_new([re.escape(leaf.name)], unmatched, "if it is to be new")
         if leaf.is_none:
-            fix = Fix.any_of(Fix.by_target("put None in the target there"), Fix.in_program(give.text))
+            fix = Fix.any_of(Fix.by_target("put None in the target there"), give.in_words())
             yield Explanation(Problem("missing", leaf.name, _NONE, fix), (leaf.name,))
         elif leaf.is_reset:
             yield Explanation(Problem("missing", leaf.name, _RESET, Fix.any_of(give, _LEAVE_OUT)), (leaf.name,))

@@ -11,6 +11,7 @@ from orbax_t5x.optim.moments import SlotNames
 from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
 from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
+from orbax_t5x.rules.alignment.words import path_of
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
 from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
@@ -165,14 +166,14 @@ def _renamed_in_place(readings: Mapping[str, Sequence[str]], ours: Leaves, their
     The path of a module says more than the shapes of its neighbours.
     """
     pairs: dict[str, str] = {}
-    words: set[tuple[str, str]] = set()
+    words: set[tuple[Any, Any]] = set()
     for name, candidates in readings.items():
-        module, _, new = name.rpartition("/")
-        same = [old for old in candidates if old.rpartition("/")[0] == module]
+        *module, new = path_of(name)
+        same = [old for old in candidates if module and list(path_of(old)[:-1]) == module]
         if len(same) == 1:
             pairs[same[0]] = name
-            words.add((same[0].rpartition("/")[2], new))
-    olds, news = ({name.rpartition("/")[2] for name in side} for side in (ours, theirs))
+            words.add((path_of(same[0])[-1], new))
+    olds, news = ({path_of(name)[-1] for name in side} for side in (ours, theirs))
     is_one_to_one = len({old for old, _ in words}) == len(words) == len({new for _, new in words})
     is_complete = all(old not in news and new not in olds for old, new in words)
     return pairs if is_one_to_one and is_complete else {}
