@@ -23,6 +23,7 @@ from orbax_t5x.provenance.records import Lineage
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
+from orbax_t5x.restoring.show.filled import warnings_of_moments
 from orbax_t5x.restoring.sources import (
     FoundRules,
     OneSource,
@@ -35,6 +36,7 @@ from orbax_t5x.restoring.sources import (
     written_out,
 )
 from orbax_t5x.restoring.targets import Target, flatten_target
+from orbax_t5x.text.code import Code
 from orbax_t5x.text.wording import size_text
 from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics, Why
@@ -227,6 +229,8 @@ def build_plan(
         diagnostics.warnings += _warnings_of_scales({name: inputs.stored[name] for name in used}, unused)
     for pattern in matcher.unused_patterns() if options.fallback_for else ():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
+    if options.fallback is not None and options.fallback_for is None:
+        diagnostics.warnings += warnings_of_moments(entries)
     if target.kind == "everything":
         target = _everything(inputs, state, entries, is_changed=bool(transforms) and not resuming)
     applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in decision.skipped]
@@ -241,7 +245,7 @@ def build_plan(
         read_provenance=read_provenance or (lambda: lineage),
         fallback=compute,
         is_fill_expected=options.fallback_for is not None,
-        found_rules=() if resuming or not inputs.given else rules_found(inputs.given, transforms),
+        found_rules=Code(() if resuming or not inputs.given else rules_found(inputs.given, transforms)),
         why={} if resuming or any((decision.skipped, *decision.parts.values())) else inputs.why,
         bytes_read_at_planning=reads.bytes_read,
         is_resuming=resuming,

@@ -8,6 +8,7 @@ a message, such as all names of a checkpoint, is cut.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
 from orbax_t5x.text.code import calls_code, code_lines, code_of
@@ -27,6 +28,7 @@ _MOST_CHARACTERS = 600
 # A fix of this length stands on one line; longer code has a line for each literal.
 _LONGEST_FIX = 300
 _CODE_INDENT = "    "
+_CODE = re.compile(r"(?:transforms|fallback_for)=\[")
 # A notebook scrolls.
 _MOST_HTML_ITEMS = 40
 
@@ -127,9 +129,10 @@ def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] =
 
 def _fix_lines(text: str, width: int | None) -> list[str]:
     """Returns the lines of a fix; code that is too long for one stands below, and is never cut."""
-    start = text.find("transforms=[") if len(text) > _LONGEST_FIX else -1
-    if start < 0:
+    code = _CODE.search(text) if len(text) > min(_LONGEST_FIX, width or _LONGEST_FIX) else None
+    if code is None:
         return wrapped(text, width, "  ", "  ")
+    start = code.start()
     first, *others = code_lines(text[start:], _CODE_INDENT)
     last = _fix_lines(others.pop().lstrip(), width) if others else []
     return [f"  {text[:start]}{first.lstrip()}", *others, *last]
@@ -147,7 +150,7 @@ def _with_short_code(lines: list[str]) -> list[str]:
 
 
 def _is_code(line: str) -> bool:
-    return "transforms=[" in line and line.rstrip()[-1:] in tuple("[({,")
+    return _CODE.search(line) is not None and line.rstrip()[-1:] in tuple("[({,")
 
 
 def _cut_text(text: str, most_characters: int | None) -> str:

@@ -16,13 +16,13 @@ from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.containers import may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import fill_new
+from orbax_t5x.restoring.fitting import AS_STORED
 from orbax_t5x.transforms import FALLBACK, Pad, Slice
 from orbax_t5x.trees.subtrees import exact_patterns
 
 _TABLE = re.compile(r"(?i).*(?:emb|vocab|wte|shared|lm_head|token).*")
 # Names that may be a vocabulary's, or classes'.
 _LOGITS = re.compile(r"(?i).*logits.*")
-_AS_STORED = Fix.by_target("give the target the checkpoint's shape")
 _OTHER_DEPTH = Fix("build the model with the checkpoint's number of layers, if that is the dimension that differs")
 _UNKNOWN = Fix(
     "find out which dimensions are the same: the names do not show it, and a transform that makes the shape may still "
@@ -58,8 +58,10 @@ def other_shapes(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     """Explains values of other shapes than their leaf's, with fixes that have all leaves of a kind."""
     shapes = {
         name: (tuple(value.shape), unmatched.target.leaves[name].shape)
-        for name in unmatched.clashes
-        if (value := unmatched.arrays.get(name)) is not None and unmatched.target.leaves[name].kind != "key"
+        for name, problem in unmatched.clashes.items()
+        if problem.fix == AS_STORED
+        and (value := unmatched.arrays.get(name)) is not None
+        and unmatched.target.leaves[name].kind != "key"
     }
     vocabularies = {sizes for name, pair in shapes.items() if is_table(name) and (sizes := _changed_sizes(*pair))}
     tables, others = [], []
@@ -76,7 +78,7 @@ def other_shapes(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         if not unmatched.takes_rules:
             ways = tuple([way for way in ways if not way.transforms])
         problem = unmatched.clashes[name]
-        fix = Fix.any_of(*ways, _AS_STORED) if ways else _AS_STORED
+        fix = Fix.any_of(*ways, AS_STORED) if ways else AS_STORED
         yield Explanation(Problem(problem.kind, name, problem.message, fix, problem.source), (name,))
 
 

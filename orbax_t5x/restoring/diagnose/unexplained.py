@@ -42,7 +42,8 @@ _MOST_PATTERNS = 8
 def fill_new(patterns: list[str], unmatched: UnmatchedLeaves, condition: str) -> Fix:
     """Returns the fix that lets the fallback fill leaves because they are new."""
     given = [pattern_text(pattern) for pattern in unmatched.options.fallback_for or ()]
-    arguments: dict[str, Any] = {} if unmatched.options.fallback is not None else {"fallback": ...}
+    has_values = unmatched.options.fallback is not None and all(leaf.is_barred for leaf in unmatched.wanted.values())
+    arguments: dict[str, Any] = {} if has_values else {"fallback": ...}
     words = f"{condition}, {'give {fallback} values and ' if arguments else ''}pass {{set}}"
     return Fix.setting(words, **arguments, fallback_for=[*given, *patterns])
 
@@ -88,7 +89,8 @@ def unexplained(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     fix = _missing_fix(unmatched) if unmatched.wanted else None
     for place, (name, leaf) in enumerate(unmatched.wanted.items()):
         near = closest.to(name, _CLOSEST) if place < _LOOKUPS else []
-        message = "the checkpoint has no such leaf" + (_BARRED if leaf.is_barred else "")
+        message = "the checkpoint has no such leaf" if name else f"the target is {NO_NAME}, and the checkpoint has names"
+        message += _BARRED if leaf.is_barred else ""
         source = f"; closest: {', '.join(near)}" if near else ""
         yield Explanation(Problem("missing", name, message + source, fix, source), (name,))
     names = unmatched.leftovers

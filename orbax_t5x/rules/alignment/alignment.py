@@ -168,12 +168,12 @@ def _renamed_in_place(readings: Mapping[str, Sequence[str]], ours: Leaves, their
     pairs: dict[str, str] = {}
     words: set[tuple[Any, Any]] = set()
     for name, candidates in readings.items():
-        *module, new = path_of(name)
+        *module, new = path_of(name) or ("",)
         same = [old for old in candidates if module and list(path_of(old)[:-1]) == module]
         if len(same) == 1:
             pairs[same[0]] = name
             words.add((path_of(same[0])[-1], new))
-    olds, news = ({path_of(name)[-1] for name in side} for side in (ours, theirs))
+    olds, news = ({last for name in side for last in path_of(name)[-1:]} for side in (ours, theirs))
     is_one_to_one = len({old for old, _ in words}) == len(words) == len({new for _, new in words})
     is_complete = all(old not in news and new not in olds for old, new in words)
     return pairs if is_one_to_one and is_complete else {}

@@ -42,7 +42,6 @@ def test_words_of_other_meaning_are_advice(old, new):
     [
         (lambda name: name.replace("decoder", "mu"), "another quantity"),
         (lambda name: name.replace("layers_0", "layers_5"), "another number"),
-        (lambda name: name.replace("a/decoder", "a/dec"), "filled below another tree"),
     ],
 )
 def test_what_is_no_consistent_renaming_is_none(change, reason):
@@ -69,7 +68,8 @@ def test_several_abbreviations_are_one_problem():
             assert "names have 'decoder', 'attention', the checkpoint's have 'dec', 'attn'" in problem.message
             assert_same(flatten(plan.execute()), _TARGET)
         else:
-            assert not any(problem.fix.transforms for problem in problems_of(checkpoint(arrays), _TARGET))
+            first, *_ = problems_of(checkpoint(arrays), _TARGET)
+            assert "the checkpoint's have 'dec'" in first.message and "'y'" not in first.message
 
 
 def test_an_optimizer_is_renamed_too():
