@@ -27,9 +27,6 @@ from orbax_t5x.trees.dtypes import conversion, kind_of
 
 Origin = Literal["the checkpoint", "the state dict", "the fallback"]
 
-AS_STORED = Fix.by_target("give the target the checkpoint's shape")
-"""Fix of a shape for which an explanation may know more."""
-
 _STEP_NAMES = frozenset({"step", "global_step"})
 # A Python scalar takes the dtype of what it meets where that is of the same kind or a later one.
 _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
@@ -124,7 +121,7 @@ class Fitting:
         elif impls and not same_width:
             fix = Fix.by_target(f"give the target such keys ({_key_text(impls[0])}), or the shape of their data")
         else:
-            fix = AS_STORED
+            fix = None  # an explanation looks at all shapes together
         source_text = _described_source(name, view)
         if leaf.kind == "key":
             wanted = f"keys of {leaf.key_impl!r} in the target have data of shape {leaf.shape}"

@@ -23,7 +23,6 @@ from orbax_t5x.provenance.records import Lineage
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
-from orbax_t5x.restoring.show.filled import warnings_of_moments
 from orbax_t5x.restoring.sources import (
     FoundRules,
     OneSource,
@@ -229,8 +228,6 @@ def build_plan(
         diagnostics.warnings += _warnings_of_scales({name: inputs.stored[name] for name in used}, unused)
     for pattern in matcher.unused_patterns() if options.fallback_for else ():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
-    if options.fallback is not None and options.fallback_for is None:
-        diagnostics.warnings += warnings_of_moments(entries)
     if target.kind == "everything":
         target = _everything(inputs, state, entries, is_changed=bool(transforms) and not resuming)
     applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in decision.skipped]

@@ -108,11 +108,6 @@ class Fix:
         """Makes advice that changes the target."""
         return cls(text, scope="target")
 
-    @property
-    def is_data(self) -> bool:
-        """True if a program can follow it: transforms, arguments or a rule."""
-        return bool(self.transforms or self.arguments) or self.removed is not None or self.rule is not None
-
     @classmethod
     def any_of(cls, *ways: Fix) -> Fix:
         """Makes a fix of several, each enough; the first is best."""

@@ -150,5 +150,7 @@ def note_unused(
         message += f"; closest: {near}" if near else shown
         fix = Fix("correct or remove it (a pattern must match a whole name)")
         if regex is not None and any(name.endswith(_VALUE) and regex.fullmatch(name[: -len(_VALUE)]) for name in names):
-            fix = Fix(f"the names end in {_VALUE!r}, as NNX saves them: write the pattern as {f'{text}(?:{_VALUE})?'!r}")
+            fix = Fix(
+                f"the names end in {_VALUE!r}, as NNX saves them: write the pattern as {f'{text}(?:{_VALUE})?'!r}"
+            )
         diagnostics.problem("unused_rule", None, message, fix)

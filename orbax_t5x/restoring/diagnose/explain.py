@@ -50,17 +50,11 @@ REMEDIES = (
     aligned_model,
 )
 # Causes of many missing leaves, then of single leaves, then of leaves that are left over.
-EXPLANATIONS = (
-    no_value,
-    other_optimizer,
-    other_depth,
-    other_shapes,
-    unread_scales,
-    tied_logits,
-    unexplained,
-)
+EXPLANATIONS = (no_value, other_optimizer, other_depth, other_shapes, unread_scales, tied_logits, unexplained)
 
 _NOTHING_MORE = Fix("")
+# Arguments with which a restore may end although a rule that is proposed before them is missing.
+_UNSAFE = frozenset({"strict", "fallback", "fallback_for"})
 _is_pack = on_demand.function("orbax_t5x.rules.pack", "is_pack")
 
 
@@ -75,7 +69,8 @@ class _TriedRemedy(NamedTuple):
 
 def explain_failure(inputs: PlanInputs, matcher: Matcher) -> list[Problem]:
     """Returns all problems, the main cause first, after a whole match."""
-    if inputs.proposes and matcher.unfilled and matcher.target.kind == "tree":
+    mends_rule = any(problem.fix and problem.fix.rule for problem in matcher.diagnostics.problems)
+    if inputs.proposes and matcher.unfilled and matcher.target.kind == "tree" and not mends_rule:
         problems = _remedied(inputs, matcher)
         if problems is not None:
             return problems
@@ -116,7 +111,7 @@ def _in_words(problem: Problem) -> Problem:
     """Returns a problem with a fix that no program follows."""
     if problem.fix is None:
         return problem
-    ways = [way.in_words() if way.arguments else way for way in problem.fix.ways]
+    ways = [way if _UNSAFE.isdisjoint(way.arguments) else way.in_words() for way in problem.fix.ways]
     return dataclasses.replace(problem, fix=Fix.any_of(*ways))
 
 
@@ -244,7 +239,9 @@ def _unmatched(matcher: Matcher, inputs: PlanInputs) -> UnmatchedLeaves:
         source=inputs.source,
         sources=tuple(filter(None, inputs.sources.checkpoints)),
         clashes={
-            problem.leaf: problem for problem in matcher.problems if problem.kind == "shape" and problem.leaf is not None
+            problem.leaf: problem
+            for problem in matcher.problems
+            if problem.kind == "shape" and problem.leaf is not None
         },
         items=_items(inputs),
         options=inputs.options,

@@ -24,9 +24,7 @@ def with_joined_fixes(problems: Sequence[Problem], names: Collection[str]) -> li
         for way in problem.fix.ways if problem.fix else ():
             if way.transforms:
                 leaves[_kind(way)].setdefault(way.transforms, []).append(problem.leaf or "")
-    joined = {
-        kind: _joined(transforms, names) for kind, transforms in leaves.items() if len(transforms) > 1
-    }
+    joined = {kind: _joined(transforms, names) for kind, transforms in leaves.items() if len(transforms) > 1}
     if not joined:
         return list(problems)
     return [_with_ways(problem, joined) for problem in problems]

@@ -124,7 +124,7 @@ def renamed_parts(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
     """Proposes rules for other words in the names, if each missing leaf has one reading."""
     free = _by_masked(unmatched.free)
     known: dict[Pair, None] = {}
-    unknown: dict[Pair, None] = {}
+    unknown: collections.Counter[Pair] = collections.Counter()
     names: dict[str, str] = {}
     for name in _model_names(unmatched):
         shape = unmatched.target.leaves[name].shape
@@ -139,13 +139,12 @@ def renamed_parts(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
             known.update(dict.fromkeys(plain[0]))
             names[readings[plain[0]]] = name
         elif len(readings) == 1:
-            unknown.update(dict.fromkeys(*readings))
+            unknown.update(*readings)
     pairs = list(known or unknown)
-    if not pairs or not (known or len(unknown) == 1) or not _is_one_to_one(pairs):
+    is_one_unknown = len(unknown) == 1 and unknown.total() >= _LEAST_ALIKE
+    if not (known or is_one_unknown) or not _is_one_to_one(pairs):
         return
-    olds, news = (
-        listed([repr(pair[side].replace(_NUMBER, "i")) for pair in pairs], _SHOWN_PARTS) for side in (0, 1)
-    )
+    olds, news = (listed([repr(pair[side].replace(_NUMBER, "i")) for pair in pairs], _SHOWN_PARTS) for side in (0, 1))
     reason = f"where the target's names have {news}, the checkpoint's have {olds}"
     advice = None if known else _ADVICE
     yield Remedy(tuple([Rename((_rule(old, new),)) for old, new in pairs]), reason, advice)

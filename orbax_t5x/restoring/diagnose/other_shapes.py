@@ -16,13 +16,13 @@ from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.containers import may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import fill_new
-from orbax_t5x.restoring.fitting import AS_STORED
 from orbax_t5x.transforms import FALLBACK, Pad, Slice
 from orbax_t5x.trees.subtrees import exact_patterns
 
 _TABLE = re.compile(r"(?i).*(?:emb|vocab|wte|shared|lm_head|token).*")
 # Names that may be a vocabulary's, or classes'.
 _LOGITS = re.compile(r"(?i).*logits.*")
+_AS_STORED = Fix.by_target("give the target the checkpoint's shape")
 _OTHER_DEPTH = Fix("build the model with the checkpoint's number of layers, if that is the dimension that differs")
 _UNKNOWN = Fix(
     "find out which dimensions are the same: the names do not show it, and a transform that makes the shape may still "
@@ -59,27 +59,34 @@ def other_shapes(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     shapes = {
         name: (tuple(value.shape), unmatched.target.leaves[name].shape)
         for name, problem in unmatched.clashes.items()
-        if problem.fix == AS_STORED
-        and (value := unmatched.arrays.get(name)) is not None
-        and unmatched.target.leaves[name].kind != "key"
+        if problem.fix is None and (value := unmatched.arrays.get(name)) is not None
     }
     vocabularies = {sizes for name, pair in shapes.items() if is_table(name) and (sizes := _changed_sizes(*pair))}
     tables, others = [], []
     for name, pair in shapes.items():
-        is_vocabulary = is_table(name) or (_LOGITS.fullmatch(name) or may_be_moment(name)) and (
-            _changed_sizes(*pair) in vocabularies
+        is_vocabulary = (
+            is_table(name)
+            or (_LOGITS.fullmatch(name) or may_be_moment(name))
+            and (_changed_sizes(*pair) in vocabularies)
         )
         (tables if is_vocabulary and _changed_sizes(*pair) else others).append(name)
     new = _fix_of_new(others, shapes, unmatched)
     for name, pair in shapes.items():
         ways = _ways_of_table(name, *pair) if name in tables else new
+        if unmatched.target.leaves[name].kind == "key":
+            ways = ()
         if stacked_part(name) is not None:
             ways = (_OTHER_DEPTH,)
         if not unmatched.takes_rules:
             ways = tuple([way for way in ways if not way.transforms])
         problem = unmatched.clashes[name]
-        fix = Fix.any_of(*ways, AS_STORED) if ways else AS_STORED
+        is_answered = any(map(_is_data, ways))
+        fix = Fix.any_of(*ways, _AS_STORED) if is_answered else Fix.any_of(_AS_STORED, *ways)
         yield Explanation(Problem(problem.kind, name, problem.message, fix, problem.source), (name,))
+
+
+def _is_data(way: Fix) -> bool:
+    return bool(way.transforms or way.arguments)
 
 
 def _changed_sizes(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] | None:
@@ -105,6 +112,6 @@ def _fix_of_new(names: list[str], shapes: Mapping[str, Any], unmatched: Unmatche
     is_head = len(modules) == 1 and all(_changed_sizes(*shapes[name]) for name in model)
     has_others = any(name not in unmatched.unfilled for name in unmatched.target.leaves)
     if not names or not has_others:
-        return ()
+        return (_UNKNOWN,)
     fix = fill_new(exact_patterns(names, list(unmatched.target.leaves)), unmatched, "if this is new, such as a head")
     return (fix,) if is_head else (fix.in_words(), _UNKNOWN)

@@ -89,7 +89,9 @@ def unexplained(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     fix = _missing_fix(unmatched) if unmatched.wanted else None
     for place, (name, leaf) in enumerate(unmatched.wanted.items()):
         near = closest.to(name, _CLOSEST) if place < _LOOKUPS else []
-        message = "the checkpoint has no such leaf" if name else f"the target is {NO_NAME}, and the checkpoint has names"
+        message = (
+            "the checkpoint has no such leaf" if name else f"the target is {NO_NAME}, and the checkpoint has names"
+        )
         message += _BARRED if leaf.is_barred else ""
         source = f"; closest: {', '.join(near)}" if near else ""
         yield Explanation(Problem("missing", name, message + source, fix, source), (name,))

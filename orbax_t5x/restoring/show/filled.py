@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from orbax_t5x.optim.containers import is_in_optimizer
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan, RestoreReport
 from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.wording import counted, leaves_text, listed, plain, size_text
@@ -83,19 +82,6 @@ def warning_of_filled(plan: RestorePlan) -> str:
         f"{count} come from the fallback, for want of them in {sources_text(plan)}: {names}.{unused} "
         "If that is meant, name them by fallback_for=[patterns]."
     )
-
-
-def warnings_of_moments(entries: Sequence[PlanEntry]) -> list[str]:
-    """Returns the warning about moments from a fallback beside moments from the checkpoint."""
-    moments = [entry for entry in entries if entry.shape and is_in_optimizer(entry.name) and entry.action != "keep"]
-    filled = [entry.name for entry in moments if entry.action == "fallback"]
-    if len(filled) in (0, len(moments)):
-        return []
-    names = listed(folded_subtrees(filled, [entry.name for entry in moments]), _SHOWN_PATTERNS)
-    return [
-        f"{leaves_text(len(filled))} of the optimizer's {len(moments):,} come from the fallback, beside counts and "
-        f"moments from the checkpoint: {plain(names)}. If they are new, name them by fallback_for=[patterns]"
-    ]
 
 
 def filled_parameters(plan: RestorePlan) -> str:

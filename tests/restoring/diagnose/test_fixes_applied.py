@@ -203,7 +203,11 @@ BODY = {name: value for name, value in MODEL.items() if not name.startswith("hea
 
 def simple(source, target, truth, transforms=(), *, is_cured=True, **keywords):
     source = checkpoint(source) if isinstance(source, dict) else source
-    target = empty(target) if isinstance(target, dict) and all(isinstance(one, np.ndarray) for one in target.values()) else target
+    target = (
+        empty(target)
+        if isinstance(target, dict) and all(isinstance(one, np.ndarray) for one in target.values())
+        else target
+    )
     return Mistake(Call(source, target, transforms, tuple(keywords.items())), truth, is_cured)
 
 
@@ -315,7 +319,9 @@ def assignment_map_in_the_wrong_direction():
 
 @mistake
 def rules_that_are_not_needed():
-    return simple(below("params/", MODEL), below("params/", MODEL), below("params/", MODEL), [T.Rename([("params/(.*)", r"\1")])])
+    return simple(
+        below("params/", MODEL), below("params/", MODEL), below("params/", MODEL), [T.Rename([("params/(.*)", r"\1")])]
+    )
 
 
 @mistake
@@ -359,7 +365,9 @@ def new_and_left_over_of_one_shape():
 @mistake
 def new_and_left_over_with_a_fallback():
     source, target = {**MODEL, "zeta": array("zeta", 5, 3)}, {**MODEL, "omega": array("omega", 5, 3)}
-    return simple(source, target, {**MODEL, "omega": source["zeta"]}, is_cured=False, fallback=fallback_of(empty(target)))
+    return simple(
+        source, target, {**MODEL, "omega": source["zeta"]}, is_cured=False, fallback=fallback_of(empty(target))
+    )
 
 
 @mistake
@@ -488,7 +496,11 @@ def lossy_dtype_of_other_leaves():
 
 @mistake
 def floats_into_integers():
-    target = {**MODEL, "head/bias": MODEL["head/bias"].astype(np.int32), "final/scale": MODEL["final/scale"].astype(np.int32)}
+    target = {
+        **MODEL,
+        "head/bias": MODEL["head/bias"].astype(np.int32),
+        "final/scale": MODEL["final/scale"].astype(np.int32),
+    }
     return simple(MODEL, target, MODEL)
 
 
@@ -510,7 +522,9 @@ def function_without_the_optimizer():
 
 def rename_mlp(state, target, *, is_resuming=False):
     flat = flatten(state)
-    return unflatten({name.replace("/mlp/", "/ffn/") if name.startswith("params/") else name: flat[name] for name in flat})
+    return unflatten(
+        {name.replace("/mlp/", "/ffn/") if name.startswith("params/") else name: flat[name] for name in flat}
+    )
 
 
 @mistake
@@ -550,7 +564,9 @@ def another_optimizer():
 @mistake
 def another_optimizer_with_a_fallback():
     target = target_state(MODEL, optax.sgd(0.1, momentum=0.9))
-    return simple(STATE, target, below("params/", MODEL), is_cured=None, fallback=fallback_of(target), fallback_for=["x"])
+    return simple(
+        STATE, target, below("params/", MODEL), is_cured=None, fallback=fallback_of(target), fallback_for=["x"]
+    )
 
 
 @mistake
@@ -564,7 +580,9 @@ def average_that_is_new():
 
 def saved(tmp_path, **items):
     with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=ocp.args.Composite(**{name: ocp.args.PyTreeSave(unflatten(tree)) for name, tree in items.items()}))
+        manager.save(
+            1, args=ocp.args.Composite(**{name: ocp.args.PyTreeSave(unflatten(tree)) for name, tree in items.items()})
+        )
     return tmp_path
 
 
@@ -593,7 +611,10 @@ def one_of_two_items(tmp_path):
 
 @mistake
 def two_sources_of_a_model():
-    sources = {"base": checkpoint(BODY), "tuned": checkpoint({name: MODEL[name] for name in MODEL.keys() - BODY.keys()})}
+    sources = {
+        "base": checkpoint(BODY),
+        "tuned": checkpoint({name: MODEL[name] for name in MODEL.keys() - BODY.keys()}),
+    }
     return Mistake(Call(sources, empty(MODEL)), MODEL)
 
 
@@ -624,7 +645,10 @@ def patterns_without_value():
     leaves = network_leaves()
     source = {f"{name}/value".replace("first/", "begin/"): value for name, value in leaves.items()}
     target = nnx.state(Network(nnx.Rngs(1)), nnx.Param)
-    return Mistake(Call(checkpoint(source), target, [T.Rename([("begin/kernel", "first/kernel"), ("begin/bias", "first/bias")])]), leaves)
+    return Mistake(
+        Call(checkpoint(source), target, [T.Rename([("begin/kernel", "first/kernel"), ("begin/bias", "first/bias")])]),
+        leaves,
+    )
 
 
 @mistake

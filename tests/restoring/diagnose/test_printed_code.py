@@ -8,7 +8,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.text.code import Code, code_lines
-from tests.restoring.diagnose.test_fixes_applied import MODEL, empty, fallback_of, renamed, target_state, train_state
+from tests.restoring.diagnose.test_fixes_applied import MODEL, empty, renamed
 from tests.support.failed_plans import problems_of
 from tests.support.memory_checkpoint import checkpoint
 
@@ -46,25 +46,13 @@ def test_a_long_fix_is_whole_in_an_error(count, width):
 
 
 def test_the_rules_of_auto_paste_from_the_plan_and_its_attribute(capsys):
-    source = checkpoint({f"params/{name}": value for name, value in renamed(MODEL, attention="attn", mlp="ffn").items()})
+    source = checkpoint(
+        {f"params/{name}": value for name, value in renamed(MODEL, attention="attn", mlp="ffn").items()}
+    )
     plan = ot.plan_restore(source, empty(MODEL), "auto")
     shown = str(plan).split("to paste:")[1].split("Why ")[0]
     assert tuple(evaluated(f"[{shown}]")) == plan.found_rules == tuple(evaluated(repr(plan.found_rules)))
     json.dumps(plan.to_json())
-
-
-def test_moments_from_the_fallback_beside_restored_ones_warn_once():
-    new = renamed(MODEL, head="other")
-    moved = [T.Rename([("params/head/(.*)", r"params/other/\1")])]
-    state = {name: leaf for name, leaf in train_state(MODEL).items() if "mu/head" not in name}
-    target = target_state(new)
-    plan = ot.plan_restore(checkpoint(state), target, moved, fallback=fallback_of(target), strict=False)
-    (warning,) = [one for one in plan.warnings if "of the optimizer's" in one]
-    assert "opt_state/0/mu/other/** (2)" in warning
-    named = ot.plan_restore(
-        checkpoint(state), target, moved, fallback=fallback_of(target), fallback_for=["opt_state/.*"], strict=False
-    )
-    assert not [one for one in named.warnings if "of the optimizer's" in one]
 
 
 def test_many_missing_leaves_are_one_entry():
