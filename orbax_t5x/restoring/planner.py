@@ -94,18 +94,6 @@ class PlanInputs:
         """Makes a matcher of a state dict."""
         return Matcher(self.target, self.options, self.fallback, self.stored_names, state, diagnostics)
 
-    def bare_sources(self) -> dict[str, dict[str, Any]]:
-        """Returns the leaves of the sources without own transforms."""
-        names = set(filter(None, self.sources.checkpoints))
-        bare = names - {one.source for one in self.transforms if isinstance(one, OneSource)}
-        leaves: dict[str, dict[str, Any]] = {}
-        for name, value in self.source.items() if bare else ():
-            # Of the sources `a` and `a/b` both may be meant; the longer one is tried.
-            owner = max((one for one in names if name.startswith(f"{one}/")), key=len, default="")
-            if owner in bare and value is not None:
-                leaves.setdefault(owner, {})[name.removeprefix(f"{owner}/")] = value
-        return leaves
-
 
 def plan_inputs(
     sources: OpenSources, target: Any, transforms: Sequence[Callable[..., Any]], options: RestoreOptions

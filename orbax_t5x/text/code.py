@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
@@ -80,7 +82,7 @@ def _outer_call(code: str) -> _Call | None:
             cuts.append(at)
         if depth == 0:
             break
-    items = [code[one + 1 : other].strip() for one, other in zip(cuts, cuts[1:], strict=False)]
+    items = [code[one + 1 : other].strip() for one, other in itertools.pairwise(cuts)]
     call = _Call(code[: start + 1], [item for item in items if item], code[cuts[-1] :])
     inner = _outer_call(call.items[0]) if len(call.items) == 1 else None
     if inner is None:

@@ -17,15 +17,7 @@ from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.joined_fixes import with_joined_fixes
 from orbax_t5x.restoring.diagnose.naming import other_item, other_prefix, renamed_parts
 from orbax_t5x.restoring.diagnose.other_depth import other_depth
-from orbax_t5x.restoring.diagnose.other_layout import (
-    aligned_model,
-    bare_source,
-    needless_rules,
-    other_pack,
-    patterns_of_variables,
-    several_sources,
-    unfollowed_rules,
-)
+from orbax_t5x.restoring.diagnose.other_layout import aligned_model, needless_rules, other_pack, unfollowed_rules
 from orbax_t5x.restoring.diagnose.other_optimizer import other_optimizer
 from orbax_t5x.restoring.diagnose.other_shapes import other_shapes
 from orbax_t5x.restoring.diagnose.unexplained import no_value, tied_logits, unexplained, unread_scales
@@ -34,21 +26,11 @@ from orbax_t5x.restoring.planner import PlanInputs
 from orbax_t5x.restoring.sources import FoundRules, OneSource
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.wording import counted
+from orbax_t5x.transforms import AssignmentMap
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 
-REMEDIES = (
-    needless_rules,
-    unfollowed_rules,
-    patterns_of_variables,
-    several_sources,
-    bare_source,
-    other_pack,
-    other_item,
-    other_prefix,
-    renamed_parts,
-    aligned_model,
-)
+REMEDIES = (needless_rules, unfollowed_rules, other_pack, other_item, other_prefix, renamed_parts, aligned_model)
 # Causes of many missing leaves, then of single leaves, then of leaves that are left over.
 EXPLANATIONS = (no_value, other_optimizer, other_depth, other_shapes, unread_scales, tied_logits, unexplained)
 
@@ -168,11 +150,7 @@ def _matched_before(inputs: PlanInputs, found: Matcher) -> tuple[Matcher, bool]:
 
 def _match_with(remedy: Remedy, matcher: Matcher, inputs: PlanInputs) -> Matcher:
     notes, state, transforms = matcher.diagnostics.copy(), matcher.state, remedy.transforms
-    if remedy.source:
-        names = frozenset(inputs.bare_sources()[remedy.source])
-        notes, state = Diagnostics(problems=list(inputs.before)), inputs.source
-        transforms = (OneSource(remedy.source, remedy.transforms, names), *inputs.transforms)
-    elif remedy.is_first or remedy.is_instead:
+    if remedy.is_first or remedy.is_instead:
         notes, state = Diagnostics(problems=list(inputs.before)), inputs.source
         transforms = (*remedy.transforms, *(() if remedy.is_instead else inputs.transforms))
     state = run_on_leaves(transforms, state, matcher.target.original, is_resuming=False, diagnostics=notes)
@@ -182,12 +160,12 @@ def _match_with(remedy: Remedy, matcher: Matcher, inputs: PlanInputs) -> Matcher
 
 
 def _problems_after(remedy: Remedy, after: Matcher, before: Matcher, inputs: PlanInputs) -> list[Problem] | None:
-    """Returns the problems left; advice corrects no unwritten rules."""
-    if remedy.advice is None or remedy.source:
-        return _problems(after, inputs)
-    if len(after.diagnostics.problems) > len(before.diagnostics.problems):
+    """Returns the problems left, or None after rules of names that ask for more than there is."""
+    is_of_names = any(isinstance(rule, AssignmentMap) for rule in remedy.transforms) or remedy.advice is not None
+    if is_of_names and len(after.diagnostics.problems) > len(before.diagnostics.problems):
         return None
-    return _problems(after, dataclasses.replace(inputs, takes_rules=False))
+    # Advice corrects no unwritten rules.
+    return _problems(after, inputs if remedy.advice is None else dataclasses.replace(inputs, takes_rules=False))
 
 
 def _fix_of_remedy(remedy: Remedy, inputs: PlanInputs, *, is_added: bool) -> Fix:
@@ -235,9 +213,7 @@ def _unmatched(matcher: Matcher, inputs: PlanInputs) -> UnmatchedLeaves:
         else (),
         transforms=inputs.transforms,
         takes_rules=inputs.takes_rules,
-        bare_sources=inputs.bare_sources(),
         source=inputs.source,
-        sources=tuple(filter(None, inputs.sources.checkpoints)),
         clashes={
             problem.leaf: problem
             for problem in matcher.problems

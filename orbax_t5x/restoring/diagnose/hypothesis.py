@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from orbax_t5x.errors import Problem
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.targets import MissingLeaf, Target
-from orbax_t5x.transforms import Transform
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -33,9 +32,7 @@ class UnmatchedLeaves:
       leftovers: names of stored leaves without a place that nothing explains yet; none where they are allowed.
       transforms: of the call, or what `"auto"` found.
       takes_rules: whether one more transform would be applied; not so where a run is resumed.
-      bare_sources: of several sources those without transforms of their own: their leaves by their own names.
       source: the leaves before the transforms, by name.
-      sources: names of several sources, with which the names of their leaves begin.
       items: names of the items of the checkpoint, if it was opened with all of several, or with its only one.
       clashes: the problem of each target leaf whose value has another shape, which nothing explains yet.
       options: of the call.
@@ -48,10 +45,8 @@ class UnmatchedLeaves:
     leftovers: tuple[str, ...] = ()
     transforms: Sequence[Callable[..., Any]] = ()
     takes_rules: bool = True
-    bare_sources: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     clashes: Mapping[str, Problem] = dataclasses.field(default_factory=dict[str, Problem])
-    sources: tuple[str, ...] = ()
     items: tuple[str, ...] = ()
     options: RestoreOptions = dataclasses.field(default_factory=RestoreOptions)
 
@@ -69,10 +64,10 @@ class UnmatchedLeaves:
         return {name: value for name, value in self.arrays.items() if name not in taken}
 
     @functools.cached_property
-    def has_free_arrays(self) -> bool:
-        """True if arrays of more than one element have no place under their names."""
-        names = (name for name in self.free if name not in self.target.leaves)
-        return any(math.prod(self.free[name].shape) > 1 for name in names)
+    def may_be_stored(self) -> bool:
+        """True if an array without a place may be an unfilled one, or a number an unfilled number."""
+        free = {math.prod(value.shape) > 1 for name, value in self.free.items() if name not in self.target.leaves}
+        return not free.isdisjoint({math.prod(shape) > 1 for shape in self.unfilled_shapes.values()})
 
     @functools.cached_property
     def unfilled_shapes(self) -> Shapes:
@@ -89,7 +84,7 @@ class UnmatchedLeaves:
     def may_fill_unasked(self) -> bool:
         """True if the fallback fills leaves that may be stored under other names."""
         is_filled = self.options.fallback is not None and self.options.fallback_for is None
-        return is_filled and bool(self.unfilled) and self.has_free_arrays
+        return is_filled and self.may_be_stored
 
     def without(self, names: Collection[str]) -> UnmatchedLeaves:
         """Returns the unmatched leaves without leaves that are explained."""
@@ -104,15 +99,13 @@ class UnmatchedLeaves:
 class Remedy(NamedTuple):
     """Transforms that may fill most missing leaves, with a `reason`.
 
-    `advice` is the fix in words, where the names do not show that the transforms are right. With a `source` they run on
-    its leaves, before the transforms of the call; with `is_first` on all leaves before these; with `is_instead` on all
-    leaves, and the transforms of the call do not. `item` is what has the same effect as the transforms.
+    `advice` is the fix in words, where the names do not show that the transforms are right. With `is_first` they run
+    before those of the call, with `is_instead` these do not run. `item` is what has the same effect as the transforms.
     """
 
     transforms: tuple[Any, ...]
     reason: str
     advice: str | None = None
-    source: str = ""
     is_first: bool = False
     is_instead: bool = False
     item: str = ""

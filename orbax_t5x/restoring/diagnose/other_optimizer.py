@@ -40,7 +40,7 @@ def other_optimizer(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     message = f"the checkpoint has {theirs} state, the target {ours}"
     if not stored:
         message = "the checkpoint has no optimizer's state"
-        ways = [anew.in_words() if unmatched.has_free_arrays else anew]
+        ways = [anew.in_words() if unmatched.may_be_stored else anew]
     elif theirs == ours:
         message = f"the checkpoint has {theirs} state under other names or in other shapes than the target"
         is_converted = any(isinstance(transform, AdafactorSlots) for transform in unmatched.transforms)

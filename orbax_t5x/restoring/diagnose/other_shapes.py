@@ -61,15 +61,13 @@ def other_shapes(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         for name, problem in unmatched.clashes.items()
         if problem.fix is None and (value := unmatched.arrays.get(name)) is not None
     }
-    vocabularies = {sizes for name, pair in shapes.items() if is_table(name) and (sizes := _changed_sizes(*pair))}
+    vocabularies = {sizes for name, pair in shapes.items() if is_table(name) and (sizes := changed_sizes(*pair))}
     tables, others = [], []
     for name, pair in shapes.items():
-        is_vocabulary = (
-            is_table(name)
-            or (_LOGITS.fullmatch(name) or may_be_moment(name))
-            and (_changed_sizes(*pair) in vocabularies)
+        is_vocabulary = is_table(name) or (
+            (_LOGITS.fullmatch(name) or may_be_moment(name)) and (changed_sizes(*pair) in vocabularies)
         )
-        (tables if is_vocabulary and _changed_sizes(*pair) else others).append(name)
+        (tables if is_vocabulary and changed_sizes(*pair) else others).append(name)
     new = _fix_of_new(others, shapes, unmatched)
     for name, pair in shapes.items():
         ways = _ways_of_table(name, *pair) if name in tables else new
@@ -89,7 +87,7 @@ def _is_data(way: Fix) -> bool:
     return bool(way.transforms or way.arguments)
 
 
-def _changed_sizes(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] | None:
+def changed_sizes(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] | None:
     """Returns the old and new size of the only dimension that differs, or None."""
     changes = [pair for pair in zip(shape, wanted, strict=False) if pair[0] != pair[1]]
     return changes[0] if len(shape) == len(wanted) and len(changes) == 1 else None
@@ -109,7 +107,7 @@ def _fix_of_new(names: list[str], shapes: Mapping[str, Any], unmatched: Unmatche
     """Returns the fix for leaves of other shapes; data for one that a program can follow, if one module has them."""
     model = [name for name in names if not may_be_moment(name)] or names
     modules = {name.rpartition("/")[0] for name in model}
-    is_head = len(modules) == 1 and all(_changed_sizes(*shapes[name]) for name in model)
+    is_head = len(modules) == 1 and all(changed_sizes(*shapes[name]) for name in model)
     has_others = any(name not in unmatched.unfilled for name in unmatched.target.leaves)
     if not names or not has_others:
         return (_UNKNOWN,)

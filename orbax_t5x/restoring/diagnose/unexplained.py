@@ -57,7 +57,7 @@ def _missing_fix(unmatched: UnmatchedLeaves) -> Fix:
     fix = fill_new(patterns, unmatched, "if new" if len(unmatched.wanted) == 1 else "if all of them are new")
     if len(patterns) > _MOST_PATTERNS:
         fix = Fix.in_program("if they are new, give fallback= values and name them by patterns of fallback_for=")
-    if unmatched.has_free_arrays and unmatched.takes_rules:
+    if unmatched.may_be_stored and unmatched.takes_rules:
         return Fix.any_of(_RENAME, fix.in_words(), _LEAVE_OUT)
     return Fix.any_of(fix, _LEAVE_OUT)
 

@@ -537,10 +537,8 @@ def function_without_the_optimizer_and_with_a_fallback():
 def rename_of_the_parameters():
     """Followed by itself, or asked about."""
     new = {**renamed(MODEL, mlp="ffn"), "adapter": array("adapter", 3)}
-    return simple(
-        STATE, target_state(new), moved(STATE, "/mlp/", "/ffn/"), [T.Rename([("params/(.*)/mlp/(.*)", r"params/\1/ffn/\2")])],
-        is_cured=None,
-    )  # fmt: skip
+    rules = [T.Rename([("params/(.*)/mlp/(.*)", r"params/\1/ffn/\2")])]
+    return simple(STATE, target_state(new), moved(STATE, "/mlp/", "/ffn/"), rules, is_cured=None)
 
 
 @mistake
@@ -648,6 +646,7 @@ def patterns_without_value():
     return Mistake(
         Call(checkpoint(source), target, [T.Rename([("begin/kernel", "first/kernel"), ("begin/bias", "first/bias")])]),
         leaves,
+        is_cured=False,
     )
 
 
