@@ -214,7 +214,7 @@ def build_plan(
         why={} if decision.skipped else inputs.why,
         bytes_read_at_planning=reads.bytes_read,
         is_resuming=resuming,
-        has_rules=bool(decision.lineage),
+        lineage=decision.lineage,
         rest=rest,
         migrations=_migrations(inputs.transforms, rest) if inputs.transforms else None,
         processes=options.multiprocessing_options,
