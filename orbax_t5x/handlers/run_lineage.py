@@ -29,7 +29,7 @@ _FIX = (
     "where nothing was applied)"
 )
 
-class _Place(NamedTuple):
+class _RunItem(NamedTuple):
     """Item of a root."""
 
     root: str
@@ -53,7 +53,7 @@ class RestoredHistory:
     def __init__(self) -> None:
         self.last: Lineage = ()
         # By place: of each tree the last save, and the restores since.
-        self._states: dict[_Place, list[_State]] = {}
+        self._states: dict[_RunItem, list[_State]] = {}
         # By item: all restores, in whatever root.
         self._restored: dict[str, list[_State]] = {}
         self._own_plans = 0
@@ -133,7 +133,7 @@ class RestoredHistory:
         )
         return (UNRECORDED,)
 
-    def _lineages_of_restores(self, place: _Place | None, leaves: str) -> list[Lineage]:
+    def _lineages_of_restores(self, place: _RunItem | None, leaves: str) -> list[Lineage]:
         """Returns the lineages of restores in any root; none if another plan may have made the state."""
         with self._lock:
             items = list(self._restored) if place is None else [place.item, EVERY_ITEM]
@@ -160,9 +160,9 @@ class RestoredHistory:
 _OF_REGISTRIES: weakref.WeakKeyDictionary[Any, RestoredHistory] = weakref.WeakKeyDictionary()
 
 
-def _place_of(directory: str | os.PathLike[str]) -> _Place | None:
+def _place_of(directory: str | os.PathLike[str]) -> _RunItem | None:
     step = step_item(directory)
-    return None if step is None else _Place(step.root, _history_name(step.item))
+    return None if step is None else _RunItem(step.root, _history_name(step.item))
 
 
 def _appended(states: list[_State], state: _State) -> list[_State]:

@@ -208,7 +208,6 @@ PINNED = {
     "e47dd4f2065e6c69143f54f8edcce4c0": T.Concat(("b", "c"), "a", 1),
     "2bcbe72bab7e7de61420b167ea03d8b5": T.Average({"x": 1, "y": 3}),
     "70c21e53b94d4f478f043149019bdeb2": T.Overlay(("x", "y")),
-    "ea1c88c902622b7739f7566a1e34c6f6": T.FollowOptimizer(),
     "e752fc6adeda8ab5df2785b16e95f50f": T.Chain((T.Rename([("a", "b")]), T.Drop("c"))),
     "0038a4d2aa5715d1570f024f94b904c4": T.Merge({"a": 1, "b": {"c": 2.5, "d": "text"}}, overwrite=True),
     "641999f6a772f1564e662980dc638d6c": ot.rules.t5_minimal_to_scanned(num_heads=4, head_dim=8),
