@@ -96,7 +96,9 @@ class SourceHistory:
             lineages += [of_source(name, lineage) for lineage in records.values() if lineage is not None]
         return {"": tuple(entry for lineage in lineages for entry in lineage) if lineages else None}
 
-    def decide(self, records: Records, steps: Sequence[RuleStep], options: RestoreOptions, kind: CallerKind) -> Decision:
+    def decide(
+        self, records: Records, steps: Sequence[RuleStep], options: RestoreOptions, kind: CallerKind
+    ) -> Decision:
         """Decides which transforms were applied, and the new lineage.
 
         Raises:
