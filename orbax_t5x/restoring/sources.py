@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -24,7 +24,8 @@ from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.transforms.base import AnyTransform, Transform, describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
-from orbax_t5x.transforms.run import Migration, Migrations, Steps, expanded, run_transforms
+from orbax_t5x.transforms.migrations import Migration, Migrations, expanded
+from orbax_t5x.transforms.run import Steps, run_transforms
 from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
 
@@ -58,6 +59,7 @@ class FoundRules(Transform):
     """
 
     given: tuple[tuple[str, str], ...] = ()
+    stands_for_found: ClassVar[bool] = True  # for records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,16 +176,6 @@ def _pack_of(something: object) -> str | None:
     if not inspect.isfunction(something) or not str(something.__module__).startswith(f"{_PACKAGE_OF_PACKS}."):
         return None
     return something.__name__ if something.__name__ in _pack_names() else None
-
-
-def without_parts(transforms: Sequence[AnyTransform], parts: Mapping[int, Collection[int]]) -> tuple[AnyTransform, ...]:
-    """Returns transforms without some of those of named sources, by position."""
-    return tuple(
-        dataclasses.replace(one, steps=tuple(step for index, step in enumerate(one.steps) if index not in parts[at]))
-        if isinstance(one, OneSource) and parts.get(at)
-        else one
-        for at, one in enumerate(transforms)
-    )
 
 
 def names_of_migrations(transforms: Iterable[AnyTransform]) -> tuple[str, ...]:
@@ -355,11 +347,10 @@ def _own_chain(name: str, source: Source, checkpoint: Checkpoint | None = None) 
 
 
 def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """Returns the chain of unopened sources, if its rules are known."""
+    """Returns the chain of sources that are not opened."""
     sources = {} if source is None else _sources_by_name(source)
     own = [step for name, one in sources.items() for step in _own_chain(name, one)]
-    chain = (*own, *chain_of(transforms))
-    return () if any(map(asks_for_rules, chain)) else chain
+    return (*own, *chain_of(transforms))
 
 
 def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:
