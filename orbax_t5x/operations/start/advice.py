@@ -110,7 +110,9 @@ class UnfitStep:
     def _confirmed_fix(self) -> tuple[str, Fix] | None:
         """Returns the difference between step and target, and a fix with which a plan succeeds; or None."""
         applied = self._applied()
-        if plan := self._plan((*applied, FoundRules())):
+        plan = self._plan((*applied, FoundRules()))
+        # Rules that leave something of a run behind are for a person to write.
+        if plan is not None and not plan.dropped:
             return "these rules lead from it to the target", self._adding(plan.found_rules)
         every = [step for step in self.inputs.transforms if not isinstance(step, FoundRules)]
         if self.is_foreign and self._plan(every):
@@ -118,7 +120,7 @@ class UnfitStep:
         fallback = self.inputs.options.fallback
         values = self._zeros() if fallback is None else fallback
         plan = self._plan(applied, fallback=values, fallback_for=_ANY_NAME)
-        if plan is None or not any(entry.action == "read" for entry in plan.entries):
+        if plan is None or plan.dropped or not any(entry.action == "read" for entry in plan.entries):
             return None
         patterns = patterns_for_filled(plan)
         named = tuple(self.inputs.options.fallback_for or ())
@@ -127,7 +129,7 @@ class UnfitStep:
         fills = Fix.setting(f"if they are new, pass {{}}{gives}", fallback_for=value)
         makes = Fix.in_program("if other leaves make them, pass transforms=ot.Migrations([(name, [transforms])])")
         count = counted(len(plan.filled), "leaf", "leaves")
-        return f"it lacks {count} of the target: {listed(plan.filled, _SHOWN)}", Fix.any_of(fills, makes)
+        return f"{count} of the target are new to it: {listed(plan.filled, _SHOWN)}", Fix.any_of(fills, makes)
 
     def _zeros(self) -> dict[str, Any]:
         """Returns a state dict of zeros for a plan that is not executed."""
