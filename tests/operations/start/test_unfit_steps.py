@@ -23,7 +23,10 @@ def parameters(attention="attn"):
     return unflatten({**arrays, "head/kernel": numbers.normal(size=(7, 2)).astype(np.float32)})
 
 
-def state_of(params, optimizer=optax.adam(1e-3)):
+ADAM = optax.adam(1e-3)
+
+
+def state_of(params, optimizer=ADAM):
     opt_state = optimizer.init(params)
     return {"params": params, "opt_state": opt_state, "step": jnp.int32(3)}
 
