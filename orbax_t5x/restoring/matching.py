@@ -16,7 +16,6 @@ from orbax_t5x.lazy import LazyArray, Leaf, View, as_view
 from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.lazy.node import LeafNode, Node
 from orbax_t5x.lazy.value import ComputedLeaf, has_unfilled
-from orbax_t5x.optim.containers import is_in_optimizer
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.restoring.targets import MissingLeaf, Target, TargetLeaf, is_key_dtype, is_parameter_name
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 # Of leaves that do not fit as they are.
 _new_fitting: Callable[..., Fitting] = on_demand.function("orbax_t5x.restoring.fitting", "Fitting")
 _as_dtype = on_demand.function("orbax_t5x.transforms.dtype_names", "as_dtype")
+# Of leaves from a fallback.
+_is_in_optimizer = on_demand.function("orbax_t5x.optim.containers", "is_in_optimizer")
 # Of padded leaves only.
 _fill: Callable[[Node, Node], Node] = on_demand.function("orbax_t5x.lazy.fill", "fill")
 _NOTHING_RESTORED = Fix.any_of(
@@ -348,7 +349,7 @@ def _moments_beside_restored(entries: Sequence[PlanEntry]) -> list[str]:
     if not any(entry.action == "fallback" for entry in entries):
         return []
     arrays = [entry for entry in entries if entry.shape and entry.action in ("read", "fallback")]
-    moments = {entry.name: entry for entry in arrays if is_in_optimizer(entry.name)}
+    moments = {entry.name: entry for entry in arrays if _is_in_optimizer(entry.name)}
     ends = {end for entry in arrays if entry.name not in moments for end in _name_ends(entry.name)}
     kind_of_moment: dict[str, tuple[str, str]] = {}
     for name in moments:
