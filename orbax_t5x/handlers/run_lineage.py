@@ -1,6 +1,7 @@
-"""History of a handler's restores, for the record of its saves.
+"""Lineages of the states that a handler restored and saved, for the record of its next save.
 
-It belongs to the handler object (of Orbax v1: to the context's handler class), by item.
+They belong to the handler object (of Orbax v1: to the context's handler class). A save is of the state that was last
+restored or saved in its root, if its tree has the same names, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -10,31 +11,56 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from etils import epath
 
-from orbax_t5x.provenance import records
-from orbax_t5x.restoring.run_steps import SINGLE_ITEMS, StepItem, lacks_record, newest_lineage, step_item
+from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata, given_lineage
+from orbax_t5x.restoring.plan import ExecutedPlans
+from orbax_t5x.restoring.run_steps import SINGLE_ITEMS, has_other_steps, lacks_record, step_item
+from orbax_t5x.trees.named_leaves import is_train_state
+from orbax_t5x.trees.pytree_names import leaf_name
 
 _logger = logging.getLogger(__name__)
 
 EVERY_ITEM = ""
 
+_FIX = (
+    "save with provenance= (plan.provenance, or handler.provenance after the restore that the state comes from; () "
+    "where nothing was applied)"
+)
+
+_Leaves = frozenset[tuple[str, tuple[int, ...], str]]
+
+
+class _Place(NamedTuple):
+    """Item of a root."""
+
+    root: str
+    item: str
+
+
+class _State(NamedTuple):
+    """Names, shapes and dtypes of a restored or saved tree, and the rules behind it."""
+
+    leaves: _Leaves
+    lineage: Lineage
+
 
 class RestoredHistory:
-    """Histories that the restores of a handler led to.
+    """Lineages of a handler's states.
 
     Attributes:
-      last: the lineage of the last restore.
+      last: Lineage of the last restore.
     """
 
     def __init__(self) -> None:
-        self.last: records.Lineage = ()
-        # By item; None after restores that led to different histories.
-        self._led_to: dict[str, records.Lineage | None] = {}
-        # The last save of each item: a job saves often, and its root is listed then, but no record is read again.
-        self._saved: dict[str, tuple[StepItem, records.Lineage]] = {}
+        self.last: Lineage = ()
+        # Of each tree the last save, and the restores since.
+        self._states: dict[_Place, list[_State]] = {}
+        self._restored: dict[str, list[Lineage]] = {}
+        self._plans = 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -42,94 +68,125 @@ class RestoredHistory:
         """Returns a registry's only history, or a new history without one."""
         return cls() if registry is None else _OF_REGISTRIES.setdefault(registry, cls())
 
-    def note(self, directory: str | os.PathLike[str], lineage: records.Lineage) -> None:
-        """Notes a restore; `directory` is an item's."""
+    def note(
+        self,
+        directory: str | os.PathLike[str],
+        lineage: Sequence[Mapping[str, Any]],
+        tree: Any,
+        *,
+        is_planned: bool = True,
+    ) -> None:
+        """Notes a restore.
+
+        Args:
+          directory: the item's.
+          lineage: rules behind the restored state.
+          tree: the restored state.
+          is_planned: whether a plan of this package restored it.
+        """
         self.last = tuple(lineage)
-        self.note_item(_item_name(directory), self.last)
-
-    def note_item(self, item: str, lineage: records.Lineage) -> None:
-        """Notes a restore of an item."""
-        item = _history_of(item)
+        place = _place_of(directory)
         with self._lock:
-            known = self._led_to.setdefault(item, lineage)
-            if known is None:
-                return
-            if records.same_history(known, lineage):
-                answers = (entry for entry in lineage if entry.get("is_resuming") and entry not in known)
-                self._led_to[item] = (*known, *answers)
-            else:
-                self._led_to[item] = None
+            self._plans += bool(lineage) and is_planned
+            self._restored.setdefault(_item_of(place), []).append(self.last)
+            if place is not None:
+                self._states.setdefault(place, []).append(_State(_leaves_of(tree), self.last))
 
-    def begin(self, item: str, lineage: records.Lineage) -> None:
-        """Sets the lineage of a run that begins."""
+    def begin(self, root: str, item: str, lineage: Lineage) -> None:
+        """Sets the lineage of a run that begins; `EVERY_ITEM` for all items."""
+        name = _history_name(item)
         with self._lock:
-            if item == EVERY_ITEM:
-                self._led_to.clear()
-            self._led_to[_history_of(item)] = lineage
+            for place in [place for place in self._states if place.root == root and name in (EVERY_ITEM, place.item)]:
+                del self._states[place]
+            if name == EVERY_ITEM:
+                self._restored.clear()
+            self._restored[name] = [lineage]
 
     def to_save(
-        self, directory: epath.Path, given: Sequence[Mapping[str, Any]] | None, *, primary: bool
-    ) -> records.Lineage:
-        """Returns the lineage that a save records; `given` is its `provenance=`."""
-        checked = None if given is None else records.given_lineage(given)
-        item = _item_name(directory)
-        with self._lock:
-            keys = self._led_to.keys() if item == EVERY_ITEM else self._led_to.keys() & {item, EVERY_ITEM}
-            led_to = [self._led_to[key] for key in sorted(keys, reverse=True)]
-        known = led_to[0] if led_to else None
-        if any(one is None or known is None or not records.same_history(known, one) for one in led_to):
-            known = None
-        if not led_to:
-            step = step_item(directory) if primary else None
-            known = None if step is None else newest_lineage(step, known=self._saved.get(item))
-        elif known is None and checked is None:
+        self, directory: epath.Path, provenance: Sequence[Mapping[str, Any]] | None, tree: Any, *, primary: bool
+    ) -> Lineage:
+        """Returns the lineage that a save records; `provenance` is the argument of the save."""
+        if provenance is not None:
+            return given_lineage(provenance)
+        lineages = self._lineages_of(_place_of(directory), _leaves_of(tree))
+        step = step_item(directory) if primary and not lineages else None
+        if not lineages and (step is None or not has_other_steps(step)):
+            lineages = self._restored_lineages(_place_of(directory))
+            lineages = lineages if _are_equal(lineages) else []
+        if not lineages:
             _logger.warning(
-                "%s: this handler restored states with different histories of transforms, and which of them is saved "
-                "is not known: the save is unrecorded, and the next restore with transforms asks. "
-                "Fix: save with provenance= (handler.provenance after the restore that the state comes from, or "
-                "plan.provenance; () where nothing was applied)",
+                "%s: nobody knows which transforms the saved state has behind it: this handler neither restored nor "
+                "saved such a state here, or it restored several. The save is unrecorded, and the next restore with "
+                "transforms asks. Fix: %s",
                 directory,
+                _FIX,
             )
-        elif checked == () and any(map(records.applied_rules, known or ())):
+            return (UNRECORDED,)
+        if not _are_equal(lineages):
             _logger.warning(
-                "%s: provenance=() records that nothing was applied, and this handler's restores led to a state with "
-                "transforms: if it is the state that is saved, the next restore applies them again. "
-                "Fix: save without provenance=, or with handler.provenance",
+                "%s: this handler restored or saved states of this form with different transforms behind them, and "
+                "the last one is recorded. Fix, if another one is saved: %s",
                 directory,
+                _FIX,
             )
-        return records.extended_lineage(known, checked)
+        return lineages[-1]
 
-    def note_saved(self, directory: epath.Path, lineage: Sequence[Mapping[str, Any]], *, is_given: bool) -> None:
-        """Notes a save, so that the root's newest step has a record."""
-        if (step := step_item(directory)) is not None:
-            with self._lock:
-                self._saved[_item_name(directory)] = step, tuple(lineage)
-        if not is_given and tuple(lineage) != (records.UNRECORDED,):
-            return
-        item = _item_name(directory)
+    def _lineages_of(self, place: _Place | None, leaves: _Leaves) -> list[Lineage]:
         with self._lock:
-            for key in [key for key in self._led_to if EVERY_ITEM in (item, key) or key == item]:
-                del self._led_to[key]
+            states = [] if place is None else self._states.get(place, [])
+            return [state.lineage for state in states if state.leaves == leaves]
+
+    def _restored_lineages(self, place: _Place | None) -> list[Lineage]:
+        """Returns the lineages to which restores led; none of a state that another plan may have made."""
+        with self._lock:
+            items = self._restored if place is None else (place.item, EVERY_ITEM)
+            lineages = [lineage for item in items for lineage in self._restored.get(item, ())]
+            has_other_plans = ExecutedPlans.with_rules > self._plans
+        return lineages if lineages or has_other_plans else [()]
+
+    def note_saved(self, directory: epath.Path, lineage: Sequence[Mapping[str, Any]], tree: Any) -> None:
+        """Notes a save: the next one of such a tree has the same lineage, unless it is told another."""
+        place = _place_of(directory)
+        if place is None:
+            return
+        leaves = _leaves_of(tree)
+        with self._lock:
+            others = [state for state in self._states.get(place, ()) if state.leaves != leaves]
+            self._states[place] = [*others, _State(leaves, tuple(lineage))]
 
 
 # A registry that is given a class makes a handler for saves and another for restores.
 _OF_REGISTRIES: weakref.WeakKeyDictionary[Any, RestoredHistory] = weakref.WeakKeyDictionary()
 
 
-def _item_name(directory: str | os.PathLike[str]) -> str:
+def _place_of(directory: str | os.PathLike[str]) -> _Place | None:
     step = step_item(directory)
-    return EVERY_ITEM if step is None else _history_of(step.item)
+    return None if step is None else _Place(step.root, _history_name(step.item))
 
 
-def _history_of(item: str) -> str:
+def _item_of(place: _Place | None) -> str:
+    return EVERY_ITEM if place is None else place.item
+
+
+def _are_equal(lineages: Sequence[Lineage]) -> bool:
+    return all(lineage == lineages[0] for lineage in lineages)
+
+
+def _history_name(item: str) -> str:
     return SINGLE_ITEMS[0] if item in SINGLE_ITEMS else item
 
 
-def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> records.Lineage:
+def _leaves_of(tree: Any) -> _Leaves:
+    tree = tree.state_dict() if is_train_state(tree) else tree
+    return frozenset(
+        (leaf_name(path), tuple(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", type(leaf).__name__)))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    )
+
+
+def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> Lineage:
     """Returns the lineage of a state that was restored without transforms."""
-    recorded = records.from_metadata(metadata.get("custom_metadata"), path=directory)
-    if recorded is not None:
-        return recorded
-    if lacks_record(directory):
-        return (records.UNRECORDED,)
-    return (records.make_entry(os.fspath(directory), "orbax", ()),)
+    recorded = from_metadata(metadata.get("custom_metadata"), path=directory)
+    if recorded is None:
+        return (UNRECORDED,) if lacks_record(directory) else ()
+    return recorded

@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar, Unpack, overload
 
 import jax
@@ -14,13 +13,14 @@ import jax
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.provenance.question import Decision
+from orbax_t5x.provenance.decision import Decision
+from orbax_t5x.provenance.records import union
 from orbax_t5x.readers import Limits
-from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory
+from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory, keeps_found_rules
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, PlanKeywords, RestoreKeywords, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.planner import PlanInputs, build_plan, leads_to_target_of, plan_inputs
-from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, asks_for_rules, chain_of, open_sources
+from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
+from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, chain_of, open_sources
 from orbax_t5x.text.masked import masked
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern
@@ -228,13 +228,14 @@ def plan_of(
     """Makes the plan of a restore from open sources."""
     if transforms or sources.chain or caller.keeps_lineage:
         inputs, decision = decided_inputs(sources, target, transforms, options, caller)
-        return build_plan(inputs, decision, proposes=caller.proposes)
+        is_restore = caller.kind == "restore"
+        return build_plan(inputs, decision, proposes=caller.proposes, warns_of_skipped=is_restore)
     history = SourceHistory(sources)
-    _ = history.recorded  # a damaged record is an error also of a restore that needs none
+    recorded = union(history.recorded.values())  # a damaged record is an error also of a restore that needs none
     inputs = plan_inputs(sources, target, (), options)
     return build_plan(
         inputs,
-        Decision(is_resuming=options.is_resuming is True, lineage=()),
+        Decision(recorded, is_resuming=options.is_resuming is True),
         proposes=caller.proposes,
         read_provenance=lambda: history.decide(history.with_older_steps(), (), options, caller.kind).lineage,
     )
@@ -250,8 +251,6 @@ def decided_inputs(
     """
     history = SourceHistory(sources)
     records = caller.agree(history.with_older_steps_once())
-    if caller.kind in ("own step", "start") and options.is_resuming is not False:
-        transforms = [step for step in transforms if not asks_for_rules(step)]  # TODO record
-    inputs = plan_inputs(sources, target, transforms, options)
-    leads = partial(leads_to_target_of, inputs)
-    return inputs, history.decide(records, inputs.transforms, options, caller.kind, leads, once=True)
+    finds_rules = not keeps_found_rules(records, options, caller.kind)
+    inputs = plan_inputs(sources, target, transforms, options, finds_rules=finds_rules)
+    return inputs, history.decide(records, inputs.steps, options, caller.kind)

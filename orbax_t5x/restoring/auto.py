@@ -22,7 +22,8 @@ from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.inverses import inverse
-from orbax_t5x.transforms.run import Chain, Migration, run_transforms
+from orbax_t5x.transforms.migrations import Migration
+from orbax_t5x.transforms.run import Chain, run_transforms
 from orbax_t5x.transforms.sizes import Pad, Slice
 from orbax_t5x.trees.flat import FlatState
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 
@@ -229,6 +229,16 @@ Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
 """Computes leaves of the target with a fallback function, by name."""
 
 
+class ExecutedPlans:
+    """Plans that this process executed.
+
+    Attributes:
+      with_rules: Number of those that led to a state with rules behind it.
+    """
+
+    with_rules: ClassVar[int] = 0
+
+
 class PlanMigrations(NamedTuple):
     """Names of a plan's migrations, applied before and now."""
 
@@ -275,6 +285,7 @@ class RestorePlan(Generic[_Restored]):
       report: after `execute`, what was read and checked.
       processes: Orbax's options of the processes that execute it together; None: all of the job.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
+      has_rules: whether the restored state has rules behind it, as far as its own record says.
       rest: the transforms that are applied.
       migrations: the names of the migrations that were applied before, and of those that are applied, or None.
       decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
@@ -301,6 +312,7 @@ class RestorePlan(Generic[_Restored]):
     why: Mapping[str, Why]
     bytes_read_at_planning: int
     is_resuming: bool
+    has_rules: bool
     rest: tuple[AnyTransform, ...]
     migrations: PlanMigrations | None
     processes: AnyProcesses | None
@@ -384,6 +396,7 @@ class RestorePlan(Generic[_Restored]):
         self.report = report
         _record_read(report)
         restored = self.target.rebuild(values)
+        ExecutedPlans.with_rules += self.has_rules
         if is_logged:
             _logger.info("%s", _has_restored(self, report))
         return restored

@@ -24,7 +24,8 @@ from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.transforms.base import AnyTransform, Transform, describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
-from orbax_t5x.transforms.run import Migration, Migrations, Steps, expanded, run_transforms
+from orbax_t5x.transforms.migrations import Migration, Migrations, expanded
+from orbax_t5x.transforms.run import Steps, run_transforms
 from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
 
@@ -185,16 +186,6 @@ def _pack_of(something: object) -> str | None:
     if not inspect.isfunction(something) or not str(something.__module__).startswith(f"{_PACKAGE_OF_PACKS}."):
         return None
     return something.__name__ if something.__name__ in _pack_names() else None
-
-
-def without_parts(transforms: Sequence[AnyTransform], parts: Mapping[int, Collection[int]]) -> tuple[AnyTransform, ...]:
-    """Returns transforms without some of those of named sources, by position."""
-    return tuple(
-        dataclasses.replace(one, steps=tuple(step for index, step in enumerate(one.steps) if index not in parts[at]))
-        if isinstance(one, OneSource) and parts.get(at)
-        else one
-        for at, one in enumerate(transforms)
-    )
 
 
 def names_of_migrations(transforms: Iterable[AnyTransform]) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax_t5x.provenance.chains import record_rules, texts_of
 from safetensors.numpy import save_file
 
 import orbax_t5x as ot
 from orbax_t5x.provenance import digests
-from orbax_t5x.provenance.chains import record_rules, texts_of
 from orbax_t5x.provenance.digests import is_module_level
 from tests.support.recorded_chains import Renaming, chain_digest
 

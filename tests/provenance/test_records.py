@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from orbax_t5x.provenance.chains import record_rules
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.provenance.chains import record_rules
 from tests.support.recorded_chains import Renaming
 
 T = ot.transforms

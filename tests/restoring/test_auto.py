@@ -35,8 +35,9 @@ def test_auto_applies_what_infer_finds_and_records_it_as_written_out(parameters)
     assert_trees_equal(plan.execute(), {"params": expected})
     with ot.open_checkpoint(BUNDLE) as opened:
         parts = R.infer(opened, target).parts
-    assert plan.provenance == ot.plan_restore(BUNDLE, target, parts).provenance
-    rules = plan.provenance[0]["transforms"]
+    written = ot.plan_restore(BUNDLE, target, parts).provenance
+    assert plan.provenance == tuple({**entry, "auto": True} for entry in written)
+    rules = [entry["text"] for entry in written]
     assert "mesh_tf_to_t5x()" in rules[0] and "t5_minimal_to_scanned(num_heads=4, head_dim=4)" in rules[1]
 
 
@@ -53,7 +54,8 @@ def test_auto_applies_each_pack_once(monkeypatch, strict, is_of_a_source):
 
     def facts(plan):
         entries = [(entry.name, entry.sources, entry.how, entry.rule, entry.fidelity) for entry in plan.entries]
-        return entries, plan.unused, plan.dropped, plan.warnings, plan.provenance
+        digests = [entry["digest"] for entry in plan.provenance]
+        return entries, plan.unused, plan.dropped, plan.warnings, digests
 
     config = t5_model.T5Config(embed=32, heads=6, head_dim=8, mlp=64, encoder_layers=2, decoder_layers=3)
     split = {"target": jax.eval_shape(lambda: t5_model.init(config)[1]["params"])}
@@ -120,7 +122,7 @@ def test_auto_from_hugging_face():
 def test_auto_applies_nothing_where_names_fit():
     target = dict.fromkeys("ab", np.zeros(2, np.float32))
     plan = ot.plan_restore(arrays(a=1, b=2), target, "auto")
-    assert plan.provenance[0]["transforms"] is None
+    assert plan.provenance == ()
     assert plan.execute()["a"][0] == 1
 
 

@@ -207,7 +207,7 @@ def _convert(
         place = _destination(destination)
         writing = place.options(writing)
         place.check(writing)
-        caller = Caller("convert", agreement.records, keeps_lineage=True)
+        caller = Caller(agree=agreement.records, keeps_lineage=True)
         plan = _plan(source, target, chain, options, writing.on_unsupported, caller, stack)
         for checkpoint in plan.checkpoints.values():
             place.check_apart(checkpoint)

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, Problem, RestorePlanError
-from orbax_t5x.provenance.question import Decision
+from orbax_t5x.provenance.decision import Decision
+from orbax_t5x.provenance.records import text_of
+from orbax_t5x.provenance.steps import Step, without_skipped
 from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
@@ -25,8 +27,8 @@ from orbax_t5x.restoring.show.filled import patterns_for_filled
 from orbax_t5x.restoring.sources import FoundRules, Transforms
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
-from orbax_t5x.transforms.base import AnyTransform, describe_transform
-from orbax_t5x.transforms.run import Migration, Migrations
+from orbax_t5x.transforms.base import AnyTransform
+from orbax_t5x.transforms.migrations import Migrations
 from orbax_t5x.trees.flat import unflatten
 from orbax_t5x.trees.narrow import is_sequence
 
@@ -86,24 +88,33 @@ class UnfitStep:
     # -- which rules were applied
 
     def _describe_rules(self) -> str:
-        chain = [step for step in self.inputs.transforms if not isinstance(step, FoundRules)]
-        if not chain:
+        steps = self.inputs.steps
+        if not steps:
             return "no rules were given for it"
-        has_migrations = any(isinstance(step, Migration) for step in chain)
-        if self.is_foreign and not has_migrations:
-            return f"another writer saved it, so that none of the rules given was applied: {_listed(chain)}"
-        remaining = self._applied()
-        before = [step for step in chain if not any(step is later for later in remaining)]
-        parts = [f"applied before: {_listed(before)}"] if before else []
-        parts.append(f"applied now: {_listed(remaining)}" if remaining else "none of the rules given was applied now")
+        skipped = [step for position, step in enumerate(steps) if position in self.decision.skipped]
+        applied = [step for position, step in enumerate(steps) if position not in self.decision.skipped]
+        if self.is_foreign:
+            why = "another writer saved it, so that it got none of the rules given"
+            parts = [f"{why}: {self._listed(skipped)}"] if skipped else []
+        else:
+            parts = [f"applied before: {self._listed(skipped)}"] if skipped else []
+        parts.append(f"applied now: {self._listed(applied)}" if applied else "none of the rules given was applied now")
         return "; ".join(parts)
+
+    def _listed(self, steps: Sequence[Step]) -> str:
+        return listed(map(self._text_of, steps), _SHOWN, separator="; ")
+
+    def _text_of(self, step: Step) -> str:
+        if not step.is_placeholder:
+            return text_of(step.entry)
+        found = [entry["text"] for entry in self.decision.lineage if "auto" in entry]
+        rules = listed(found, _SHOWN, separator="; ") if found and not self.is_foreign else "no rules"
+        return f"{text_of(step.entry)} (which found {rules} when the run began)"
 
     def _applied(self) -> list[AnyTransform]:
         """Returns the transforms that the failed plan applied."""
-        if self.decision.is_resuming:
-            return []
-        skipped = self.decision.skipped
-        return [step for at, step in enumerate(self.inputs.transforms) if at not in skipped]
+        chain, skipped = without_skipped(self.inputs.transforms, self.decision.skipped)
+        return [transform for position, transform in enumerate(chain) if position not in skipped]
 
     # -- fixes that a plan confirms
 
@@ -114,7 +125,7 @@ class UnfitStep:
         # Rules that leave something of a run behind are for a person to write.
         if plan is not None and not plan.dropped:
             return "these rules lead from it to the target", self._adding(plan.found_rules)
-        every = [step for step in self.inputs.transforms if not isinstance(step, FoundRules)]
+        every = [rule for rule in self.inputs.transforms if not isinstance(rule, FoundRules)]
         if self.is_foreign and self._plan(every):
             return "a migration is applied to such a step, too, and once", self._as_migration(every)
         fallback = self.inputs.options.fallback
@@ -143,7 +154,7 @@ class UnfitStep:
         changed = dataclasses.replace(self.inputs.options, is_resuming=None, **options)
         with contextlib.suppress(RestorePlanError):
             inputs = plan_inputs(self.inputs.sources, self.target, transforms, changed)
-            return build_plan(inputs, Decision(False, ()), proposes=False)
+            return build_plan(inputs, Decision(), proposes=False)
         return None
 
     # -- fixes in the keywords of the call
@@ -186,10 +197,6 @@ class UnfitStep:
                 yield Fix.setting("if it is new, pass {} (init_fn gives it)", fallback_for=pattern)
             elif "transforms" not in way.arguments and way.removed is None:
                 yield way
-
-
-def _listed(transforms: Sequence[AnyTransform]) -> str:
-    return listed(list(map(describe_transform, transforms)), _SHOWN, separator="; ")
 
 
 def damage_of(path: str, limits: Limits | None) -> CheckpointError | None:

@@ -41,14 +41,14 @@ from orbax_t5x.handlers.v1.orbax_v1_names import context_of, manager_of
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import UnfitStep, damage_of, with_init_fn
-from orbax_t5x.provenance.chains import record_rules
-from orbax_t5x.provenance.question import CallerKind, Decision
-from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded, make_entry
+from orbax_t5x.provenance.decision import Decision
+from orbax_t5x.provenance.records import Lineage, Records, union
+from orbax_t5x.provenance.steps import steps_of
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
 from orbax_t5x.restoring.api import decided_inputs, open_for
 from orbax_t5x.restoring.fallback import abstract_tree
-from orbax_t5x.restoring.lineage import Caller, Records
+from orbax_t5x.restoring.lineage import Caller, CallerKind
 from orbax_t5x.restoring.options import BroadcastMode, ExecuteKeywords, RestoreOptions, SourceKeywords
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
@@ -215,13 +215,10 @@ class _RestoreResult:
 
         `single` is the name of a single item.
         """
-        recorded = [entry for record in self.records.values() for entry in record or ()]
-        added = [entry for entry in self.plan.provenance if applied_rules(entry) and entry not in recorded]
-        # Another writer's item, of which nothing is known, stays so.
-        unknown = tuple(entry for entry in self.plan.provenance if is_unrecorded(entry))
-        return {
-            item or single: (*(unknown if record is None else record), *added) for item, record in self.records.items()
-        }
+        if len(self.records) == 1:
+            return {item or single: self.plan.provenance for item in self.records}
+        added = self.plan.provenance[len(union(self.records.values())) :]
+        return {item: (*(record or ()), *added) for item, record in self.records.items()}
 
 
 class _JobStart:
@@ -257,8 +254,9 @@ class _JobStart:
             attempt = self._attempt(step, directory, chain)
             if isinstance(attempt, _RestoreResult):
                 for item, lineage in attempt.lineages(single=self._item_in(directory)).items():
+                    state = attempt.state[item] if len(attempt.records) > 1 else attempt.state
                     for history in self._histories:
-                        history.note_item(item, lineage)
+                        history.note(directory / item, lineage, state)
                 return TrainingStart(attempt.state, step, "resumed")
             self.skipped.append(step)
             refused = refused or (attempt.reason if attempt.is_refusal else "")
@@ -360,19 +358,18 @@ class _JobStart:
         with together.planning():
             try:
                 inputs = plan_inputs(OpenSources({}), target, (), options)
-                plan = build_plan(inputs, Decision(False, ()), proposes=False)
+                plan = build_plan(inputs, Decision(), proposes=False)
             except RestorePlanError as error:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
         state = plan.run(self._options)
-        has = record_rules([rule for rule in chain_of(self._transforms) if not asks_for_rules(rule)])
-        # Without a list nothing says which migrations of a later list the model has.
-        self._begin((make_entry(self._root, "orbax", has, is_resuming=True if has else None),))
+        rules = [rule for rule in chain_of(self._transforms) if not asks_for_rules(rule)]
+        self._begin(tuple(step.entry for step in steps_of(rules)))
         return TrainingStart(state, _FIRST_STEP, "scratch")
 
     def _begin(self, lineage: Lineage) -> None:
         for history in self._histories:
-            history.begin(EVERY_ITEM if self._options.item is None else self._options.item, lineage)
+            history.begin(self._root, EVERY_ITEM if self._options.item is None else self._options.item, lineage)
 
     def _restore(
         self,

@@ -19,6 +19,7 @@ from orbax_t5x.lazy import View, as_view
 from orbax_t5x.optim.containers import STANDARD_ROOTS, checked_roots, find_roots, rename_counts
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.moments import Slot, SlotNames, SlotTree, StateRoot, by_tree
+from orbax_t5x.provenance.digests import digest_of
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Transform, describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -193,6 +194,11 @@ class FollowOptimizer(Transform):
     def describe(self) -> str:
         """Returns a line for people."""
         return f"FollowOptimizer({describe_transform(self.transform)})"
+
+    def digest(self) -> str | None:
+        """Returns the transform's own digest, unless roots or factors are given."""
+        is_given = bool(self.factors) or tuple(self.roots or ()) != tuple(STANDARD_ROOTS)
+        return super().digest() if is_given else digest_of(self.transform)
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         # A leaf that an earlier FollowOptimizer reset still counts as a slot: under its new name it is reset, too.
