@@ -24,7 +24,8 @@ from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
 from orbax_t5x.restoring.show.filled import patterns_for_filled
-from orbax_t5x.restoring.sources import FoundRules, Transforms
+from orbax_t5x.restoring.options import RestoreOptions
+from orbax_t5x.restoring.sources import AUTO, FoundRules, Transforms, asks_for_rules
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms.base import AnyTransform
@@ -45,6 +46,39 @@ def with_init_fn(error: RestorePlanError) -> RestorePlanError:
         for problem in error.problems
     ]
     return RestorePlanError(problems, path=error.path)
+
+
+def explain_unfit_source(
+    error: RestorePlanError, inputs: PlanInputs, target: Any, chain: Sequence[AnyTransform], given: Transforms
+) -> RestorePlanError:
+    """Returns the error of a new run; with `"auto"` before the rules given, if they lead to the target then.
+
+    Args:
+      error: of the plan.
+      inputs: of the plan.
+      target: of the call.
+      chain: the call's transforms one by one.
+      given: the same as the call has them.
+    """
+    if not chain or any(map(asks_for_rules, inputs.given)):
+        return error
+    if _confirmed_plan(inputs, target, (FoundRules(), *chain), inputs.options) is None:
+        return error
+    rules = given if is_sequence(given) else (given,)
+    fix = Fix.setting("pass {}", transforms=(FoundRules(), *rules))
+    first = Problem("rule", None, f"the rules given lead to the target after those that {AUTO!r} finds", fix)
+    others = [dataclasses.replace(problem, fix=None) for problem in error.problems]
+    return RestorePlanError([first, *others], path=error.path)
+
+
+def _confirmed_plan(
+    inputs: PlanInputs, target: Any, transforms: Sequence[AnyTransform], options: RestoreOptions
+) -> RestorePlan | None:
+    """Plans the restore again with other transforms; None where that fails, too."""
+    with contextlib.suppress(RestorePlanError):
+        changed = plan_inputs(inputs.sources, target, transforms, options)
+        return build_plan(changed, Decision(), proposes=False)
+    return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,11 +128,14 @@ class UnfitStep:
         skipped = [step for position, step in enumerate(steps) if position in self.decision.skipped]
         applied = [step for position, step in enumerate(steps) if position not in self.decision.skipped]
         if self.is_foreign:
-            why = "another writer saved it, so that it got none of the rules given"
+            why = "rules were not applied, because another writer saved it"
             parts = [f"{why}: {self._listed(skipped)}"] if skipped else []
         else:
             parts = [f"applied before: {self._listed(skipped)}"] if skipped else []
-        parts.append(f"applied now: {self._listed(applied)}" if applied else "none of the rules given was applied now")
+        if applied:
+            parts.append(f"applied now: {self._listed(applied)}")
+        elif not self.is_foreign:
+            parts.append("none of the rules given was applied now")
         return "; ".join(parts)
 
     def _listed(self, steps: Sequence[Step]) -> str:
@@ -151,11 +188,8 @@ class UnfitStep:
 
     def _plan(self, transforms: Sequence[AnyTransform], **options: Any) -> RestorePlan | None:
         """Plans a restore of the step with transforms; None where that fails, too."""
-        changed = dataclasses.replace(self.inputs.options, is_resuming=None, **options)
-        with contextlib.suppress(RestorePlanError):
-            inputs = plan_inputs(self.inputs.sources, self.target, transforms, changed)
-            return build_plan(inputs, Decision(), proposes=False)
-        return None
+        changed = dataclasses.replace(self.inputs.options, **options)
+        return _confirmed_plan(self.inputs, self.target, transforms, changed)
 
     # -- fixes in the keywords of the call
 

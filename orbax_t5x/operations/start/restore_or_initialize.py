@@ -40,7 +40,7 @@ from orbax_t5x.handlers.v1.contexts import handler_of
 from orbax_t5x.handlers.v1.orbax_v1_names import context_of, manager_of
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.operations.start.advice import UnfitStep, damage_of, with_init_fn
+from orbax_t5x.operations.start.advice import UnfitStep, damage_of, explain_unfit_source, with_init_fn
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import Lineage, Records, union
 from orbax_t5x.provenance.steps import steps_of
@@ -396,8 +396,10 @@ class _JobStart:
                     plan = build_plan(inputs, decision)
                 except RestorePlanError as error:
                     if step is None:
-                        raise
-                    raise self._unfit(step, inputs, decision, records).explain(error) from error.__cause__
+                        better = explain_unfit_source(error, inputs, self._target, chain, self._transforms)
+                    else:
+                        better = self._unfit(step, inputs, decision, records).explain(error)
+                    raise better from error.__cause__
                 together.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
             for warning in plan.warnings if plan.filled else ():
                 _logger.warning("%s: %s", plan.path, warning)

@@ -82,11 +82,11 @@ class Job:
 
 
 def trained(state):
-    """Returns the state after a step with random gradients: no two leaves have like moments."""
+    """Returns the state as after training: no two leaves have like values."""
     numbers = np.random.default_rng(0)
-    gradients = jax.tree.map(lambda leaf: numbers.normal(size=leaf.shape).astype(leaf.dtype), state["params"])
-    updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "step": 1}
+    moved = jax.tree.map(lambda leaf: numbers.normal(size=leaf.shape).astype(leaf.dtype), state)
+    first, *others = moved["opt_state"]
+    return {**moved, "opt_state": (first._replace(count=np.int32(1)), *others), "step": 1}
 
 
 class Models(NamedTuple):
@@ -153,3 +153,47 @@ def on_old_run(way, models, root):
 def in_fresh_root(way, models, root):
     expected = {**values_of(state_of(models.changed)), "step": STEP}
     return outcome(way, Job(root, models.changed), expected, models.found_rules)
+
+
+def names_the_rules(*words):
+    """Returns a pattern of a first line that says what was applied, and of the code to pass."""
+    return ".*".join(map(re.escape, words))
+
+
+NOT_FOUND = names_the_rules("[rule] the rules given lead to the target after those that 'auto' finds")
+# The swap cannot be seen in names and shapes, so that a model with it is not told from one without it.
+RENAMING_ONLY = names_the_rules("[rule] step 1 of the run does not fit the target: applied before: 'auto'",
+                                "rules.mesh_tf_to_t5x()", "these rules lead from it to the target")  # fmt: skip
+OUTCOMES = {
+    "the same call": (RENAMING_ONLY, None),
+    "Migrations": (RIGHT, NOT_FOUND),
+    "[R]": (RIGHT, NOT_FOUND),
+    "[R], is_resuming=False": (RIGHT, NOT_FOUND),
+    "manager.restore, Migrations": (RIGHT, None),
+    'manager.restore, ["auto", R]': (RIGHT, None),
+}
+
+
+@pytest.mark.parametrize("kind", [on_old_run, in_fresh_root])
+@pytest.mark.parametrize("name", WAYS)
+def test_each_way_is_right_or_names_the_rules(models, tmp_path, name, kind):
+    expected = OUTCOMES.get(name, (RIGHT, RIGHT))[kind is in_fresh_root]
+    if expected is None:  # there is no step to restore, or nothing that tells of the swap
+        assert name in OUTCOMES
+        return
+    assert re.match(expected, kind(WAYS[name], models, tmp_path / "run"))
+
+
+def test_rules_stay_when_the_list_gets_shorter_or_longer(models, tmp_path):
+    """What "auto" found is behind the state, whatever is given beside it."""
+    Job(tmp_path, models.first).start(BUNDLE, "auto", train=trained)
+    changed = Job(tmp_path, models.changed)
+    values = changed.start(BUNDLE, ["auto", *RENAMED])
+    assert_same(changed.start(BUNDLE, "auto"), values)
+    assert_same(changed.start(ot.Source(BUNDLE, "auto"), RENAMED), values)
+    back = T.Rename([("(.*)/ffn/(.*)", r"\1/mlp/\2")])
+    again = {re.sub("/ffn/", "/mlp/", name): value for name, value in values.items()}
+    params = {re.sub("/ffn/", "/mlp/", name): leaf for name, leaf in flatten(models.changed).items()}
+    third = Job(tmp_path, unflatten(params))
+    for _ in range(2):
+        assert_same(third.start(BUNDLE, ["auto", *RENAMED, back]), again)
