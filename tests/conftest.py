@@ -134,7 +134,7 @@ def _no_line_of_progress_for_slow_machines() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_plan_was_executed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that knows nothing of its state records no rules only where the process executed no plan with rules."""
-    monkeypatch.setattr(ExecutedPlans, "with_rules", 0)
+    monkeypatch.setattr(ExecutedPlans, "states", [])
 
 
 def _environment() -> dict[str, str]:

@@ -13,14 +13,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from etils import epath
 
 from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata, given_lineage
 from orbax_t5x.restoring.plan import ExecutedPlans
 from orbax_t5x.restoring.run_steps import SINGLE_ITEMS, has_other_steps, lacks_record, step_item
-from orbax_t5x.trees.named_leaves import is_train_state
-from orbax_t5x.trees.pytree_names import leaf_name
+from orbax_t5x.trees.named_leaves import leaves_digest
 
 _logger = logging.getLogger(__name__)
 
@@ -31,10 +29,7 @@ _FIX = (
     "where nothing was applied)"
 )
 
-_Leaves = frozenset[tuple[str, tuple[int, ...], str]]
-
-
-class _Place(NamedTuple):
+class _RunItem(NamedTuple):
     """Item of a root."""
 
     root: str
@@ -42,9 +37,9 @@ class _Place(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Names, shapes and dtypes of a restored or saved tree, and the rules behind it."""
+    """A restored or saved tree, by names, shapes and dtypes, and the rules behind it; None for any tree."""
 
-    leaves: _Leaves
+    leaves: str | None
     lineage: Lineage
 
 
@@ -57,10 +52,12 @@ class RestoredHistory:
 
     def __init__(self) -> None:
         self.last: Lineage = ()
-        # Of each tree the last save, and the restores since.
-        self._states: dict[_Place, list[_State]] = {}
-        self._restored: dict[str, list[Lineage]] = {}
-        self._plans = 0
+        # By place: of each tree the last save, and the restores since.
+        self._states: dict[_RunItem, list[_State]] = {}
+        # By item: all restores, in whatever root.
+        self._restored: dict[str, list[_State]] = {}
+        self._own_plans = 0
+        self._plans_before_save = 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -85,12 +82,13 @@ class RestoredHistory:
           is_planned: whether a plan of this package restored it.
         """
         self.last = tuple(lineage)
-        place = _place_of(directory)
+        place, state = _place_of(directory), _State(leaves_digest(tree), self.last)
         with self._lock:
-            self._plans += bool(lineage) and is_planned
-            self._restored.setdefault(_item_of(place), []).append(self.last)
+            self._own_plans += bool(lineage) and is_planned
+            item = EVERY_ITEM if place is None else place.item
+            self._restored[item] = _appended(self._restored.get(item, []), state)
             if place is not None:
-                self._states.setdefault(place, []).append(_State(_leaves_of(tree), self.last))
+                self._states[place] = _appended(self._states.get(place, []), state)
 
     def begin(self, root: str, item: str, lineage: Lineage) -> None:
         """Sets the lineage of a run that begins; `EVERY_ITEM` for all items."""
@@ -100,7 +98,7 @@ class RestoredHistory:
                 del self._states[place]
             if name == EVERY_ITEM:
                 self._restored.clear()
-            self._restored[name] = [lineage]
+            self._restored[name] = [_State(None, lineage)]
 
     def to_save(
         self, directory: epath.Path, provenance: Sequence[Mapping[str, Any]] | None, tree: Any, *, primary: bool
@@ -108,64 +106,71 @@ class RestoredHistory:
         """Returns the lineage that a save records; `provenance` is the argument of the save."""
         if provenance is not None:
             return given_lineage(provenance)
-        lineages = self._lineages_of(_place_of(directory), _leaves_of(tree))
-        step = step_item(directory) if primary and not lineages else None
-        if not lineages and (step is None or not has_other_steps(step)):
-            lineages = self._restored_lineages(_place_of(directory))
-            lineages = lineages if _are_equal(lineages) else []
-        if not lineages:
-            _logger.warning(
-                "%s: nobody knows which transforms the saved state has behind it: this handler neither restored nor "
-                "saved such a state here, or it restored several. The save is unrecorded, and the next restore with "
-                "transforms asks. Fix: %s",
-                directory,
-                _FIX,
-            )
-            return (UNRECORDED,)
-        if not _are_equal(lineages):
-            _logger.warning(
-                "%s: this handler restored or saved states of this form with different transforms behind them, and "
-                "the last one is recorded. Fix, if another one is saved: %s",
-                directory,
-                _FIX,
-            )
-        return lineages[-1]
-
-    def _lineages_of(self, place: _Place | None, leaves: _Leaves) -> list[Lineage]:
+        place, leaves = _place_of(directory), leaves_digest(tree)
         with self._lock:
-            states = [] if place is None else self._states.get(place, [])
-            return [state.lineage for state in states if state.leaves == leaves]
+            lineages = [] if place is None else _lineages_of(self._states.get(place, []), leaves)
+            plans = [_State(*state) for state in ExecutedPlans.states[self._plans_before_save :]]
+        if lineages:
+            if not _are_equal([*lineages, *_lineages_of(plans, leaves)]):
+                _logger.warning(
+                    "%s: such states with different transforms behind them were restored or saved, and the last one "
+                    "that this handler restored or saved here is recorded. Fix, if another one is saved: %s",
+                    directory,
+                    _FIX,
+                )
+            return lineages[-1]
+        step = step_item(directory) if primary else None
+        if step is None or not has_other_steps(step):
+            lineages = self._lineages_of_restores(place, leaves)
+        if lineages and _are_equal(lineages):
+            return lineages[-1]
+        _logger.warning(
+            "%s: nobody knows which transforms the saved state has behind it: this handler neither restored nor saved "
+            "such a state here, or it restored several. The save is unrecorded, and the next restore with transforms "
+            "asks. Fix: %s",
+            directory,
+            _FIX,
+        )
+        return (UNRECORDED,)
 
-    def _restored_lineages(self, place: _Place | None) -> list[Lineage]:
-        """Returns the lineages to which restores led; none of a state that another plan may have made."""
+    def _lineages_of_restores(self, place: _RunItem | None, leaves: str) -> list[Lineage]:
+        """Returns the lineages of restores in any root; none if another plan may have made the state."""
         with self._lock:
-            items = self._restored if place is None else (place.item, EVERY_ITEM)
-            lineages = [lineage for item in items for lineage in self._restored.get(item, ())]
-            has_other_plans = ExecutedPlans.with_rules > self._plans
-        return lineages if lineages or has_other_plans else [()]
+            items = list(self._restored) if place is None else [place.item, EVERY_ITEM]
+            restored = [state for item in items for state in self._restored.get(item, [])]
+            has_other_plans = len(ExecutedPlans.states) > self._own_plans
+        lineages = _lineages_of(restored, leaves)
+        if lineages or has_other_plans:
+            return lineages
+        return [state.lineage for state in restored] or [()]
 
     def note_saved(self, directory: epath.Path, lineage: Sequence[Mapping[str, Any]], tree: Any) -> None:
         """Notes a save: the next one of such a tree has the same lineage, unless it is told another."""
         place = _place_of(directory)
         if place is None:
             return
-        leaves = _leaves_of(tree)
+        saved = _State(leaves_digest(tree), tuple(lineage))
         with self._lock:
-            others = [state for state in self._states.get(place, ()) if state.leaves != leaves]
-            self._states[place] = [*others, _State(leaves, tuple(lineage))]
+            states = [state for state in self._states.get(place, []) if state.leaves != saved.leaves]
+            self._states[place] = [*states, saved]
+            self._plans_before_save = len(ExecutedPlans.states)
 
 
 # A registry that is given a class makes a handler for saves and another for restores.
 _OF_REGISTRIES: weakref.WeakKeyDictionary[Any, RestoredHistory] = weakref.WeakKeyDictionary()
 
 
-def _place_of(directory: str | os.PathLike[str]) -> _Place | None:
+def _place_of(directory: str | os.PathLike[str]) -> _RunItem | None:
     step = step_item(directory)
-    return None if step is None else _Place(step.root, _history_name(step.item))
+    return None if step is None else _RunItem(step.root, _history_name(step.item))
 
 
-def _item_of(place: _Place | None) -> str:
-    return EVERY_ITEM if place is None else place.item
+def _appended(states: list[_State], state: _State) -> list[_State]:
+    return [*(earlier for earlier in states if earlier != state), state]
+
+
+def _lineages_of(states: Sequence[_State], leaves: str) -> list[Lineage]:
+    return [state.lineage for state in states if state.leaves in (None, leaves)]
 
 
 def _are_equal(lineages: Sequence[Lineage]) -> bool:
@@ -174,14 +179,6 @@ def _are_equal(lineages: Sequence[Lineage]) -> bool:
 
 def _history_name(item: str) -> str:
     return SINGLE_ITEMS[0] if item in SINGLE_ITEMS else item
-
-
-def _leaves_of(tree: Any) -> _Leaves:
-    tree = tree.state_dict() if is_train_state(tree) else tree
-    return frozenset(
-        (leaf_name(path), tuple(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", type(leaf).__name__)))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    )
 
 
 def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> Lineage:

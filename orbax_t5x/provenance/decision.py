@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from orbax_t5x.provenance.records import Entry, Lineage, has_unrecorded, is_unrecorded, text_of, union
-from orbax_t5x.provenance.steps import Step
+from orbax_t5x.provenance.steps import RuleStep
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 
@@ -61,7 +61,7 @@ class _Rule(NamedTuple):
 
 def decide(
     record: Lineage | None,
-    steps: Sequence[Step],
+    steps: Sequence[RuleStep],
     *,
     is_resuming: bool | None = None,
     has_fallback: bool = False,
@@ -94,16 +94,16 @@ def decide(
     return _applied(lineage, steps, [position for position, step in enumerate(steps) if step.is_placeholder])
 
 
-def _decide_for_other_writer(steps: Sequence[Step]) -> Decision:
+def _decide_for_other_writer(steps: Sequence[RuleStep]) -> Decision:
     skipped = [position for position, step in enumerate(steps) if not step.name or step.is_assumed]
     return Decision(tuple(step.entry for step in steps), skipped, len(skipped) == len(steps))
 
 
-def _decide_by_record(lineage: Lineage, steps: Sequence[Step]) -> Decision:
+def _decide_by_record(lineage: Lineage, steps: Sequence[RuleStep]) -> Decision:
     """Decides the rules of each source by the table."""
     skipped = set(range(len(steps)))
     for source in dict.fromkeys(step.source for step in steps):
-        comparison = _Comparison(lineage, [(at, step) for at, step in enumerate(steps) if step.source == source])
+        comparison = _RuleComparison(lineage, [(at, step) for at, step in enumerate(steps) if step.source == source])
         problem = comparison.problem(source)
         if problem is not None:
             return Decision(lineage, problem=problem)
@@ -118,19 +118,19 @@ def _decide_by_record(lineage: Lineage, steps: Sequence[Step]) -> Decision:
     return dataclasses.replace(decision, note=note)
 
 
-def _applied(lineage: Lineage, steps: Sequence[Step], skipped: Collection[int]) -> Decision:
+def _applied(lineage: Lineage, steps: Sequence[RuleStep], skipped: Collection[int]) -> Decision:
     applied = tuple(step.entry for position, step in enumerate(steps) if position not in skipped)
     return Decision((*lineage, *applied), skipped, bool(steps) and not applied)
 
 
-class _Comparison:
+class _RuleComparison:
     """Comparison of a source's given rules with the recorded rules.
 
     Attributes:
       rest: the given rules after the longest beginning with which the record ends.
     """
 
-    def __init__(self, lineage: Lineage, steps: Sequence[tuple[int, Step]]):
+    def __init__(self, lineage: Lineage, steps: Sequence[tuple[int, RuleStep]]):
         source = steps[0][1].source
         self._lineage = lineage
         self._steps = dict(steps)
@@ -151,7 +151,7 @@ class _Comparison:
         earlier = [entry for entry in compared if not any(entry is known for known in end)]
         self._new = [rule for rule in self.rest if not self._is_in(rule.entry, earlier)]
 
-    def _entries(self, step: Step) -> list[Entry]:
+    def _entries(self, step: RuleStep) -> list[Entry]:
         """Returns the entry of a rule; of `"auto"`, those that it found before."""
         if not step.is_placeholder:
             return [step.entry]

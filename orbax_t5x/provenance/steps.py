@@ -25,7 +25,7 @@ _FIELDS_OF_PATTERNS = ("pattern", "patterns", "rules", "assignment_map")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
+class RuleStep:
     """A single rule.
 
     Attributes:
@@ -62,13 +62,13 @@ class Step:
         return {**entry, "auto": True} if self.is_found or self.is_placeholder else entry
 
 
-def steps_of(transforms: Iterable[Any], found: Iterable[Any] = ()) -> tuple[Step, ...]:
+def steps_of(transforms: Iterable[Any], found: Iterable[Any] = ()) -> tuple[RuleStep, ...]:
     """Returns the single rules of a list of transforms; `found` are those that `"auto"` found."""
     ids = frozenset(map(id, found))
-    return tuple(step for transform in transforms for step in _flattened(Step(transform), ids))
+    return tuple(step for transform in transforms for step in _flattened(RuleStep(transform), ids))
 
 
-def _flattened(step: Step, found: Collection[int]) -> Iterator[Step]:
+def _flattened(step: RuleStep, found: Collection[int]) -> Iterator[RuleStep]:
     if not _is_list(step.transform):
         yield dataclasses.replace(step, is_found=id(step.transform) in found)
         return
@@ -76,7 +76,7 @@ def _flattened(step: Step, found: Collection[int]) -> Iterator[Step]:
     source = getattr(listed, "rules_of_source", step.source)
     name, is_assumed = getattr(listed, "migration_name", step.name), getattr(listed, "is_assumed", False)
     for transform in listed.steps:
-        yield from _flattened(Step(transform, source, name, is_assumed=is_assumed), found)
+        yield from _flattened(RuleStep(transform, source, name, is_assumed=is_assumed), found)
 
 
 def _is_list(transform: Any) -> bool:

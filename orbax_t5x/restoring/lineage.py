@@ -18,7 +18,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.decision import Decision, combine_decisions, decide
 from orbax_t5x.provenance.records import UNRECORDED, Lineage, Records, from_metadata, has_unrecorded, of_source
-from orbax_t5x.provenance.steps import Step
+from orbax_t5x.provenance.steps import RuleStep
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import OpenSources
@@ -96,7 +96,9 @@ class SourceHistory:
             lineages += [of_source(name, lineage) for lineage in records.values() if lineage is not None]
         return {"": tuple(entry for lineage in lineages for entry in lineage) if lineages else None}
 
-    def decide(self, records: Records, steps: Sequence[Step], options: RestoreOptions, kind: CallerKind) -> Decision:
+    def decide(
+        self, records: Records, steps: Sequence[RuleStep], options: RestoreOptions, kind: CallerKind
+    ) -> Decision:
         """Decides which transforms were applied, and the new lineage.
 
         Raises:

@@ -20,7 +20,7 @@ from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.lazy.read_stats import counting_reads
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import Lineage
-from orbax_t5x.provenance.steps import Step, steps_of, without_skipped
+from orbax_t5x.provenance.steps import RuleStep, steps_of, without_skipped
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
@@ -91,7 +91,7 @@ class PlanInputs:
         return found
 
     @functools.cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[RuleStep, ...]:
         """The single rules of the transforms, for records."""
         return steps_of(self.transforms, rules_found(self.given, self.transforms))
 
@@ -215,7 +215,7 @@ def build_plan(
         why={} if decision.skipped else inputs.why,
         bytes_read_at_planning=reads.bytes_read,
         is_resuming=resuming,
-        has_rules=bool(decision.lineage),
+        lineage=decision.lineage,
         rest=rest,
         migrations=_migrations(inputs.transforms, rest) if inputs.transforms else None,
         processes=options.multiprocessing_options,
