@@ -19,7 +19,7 @@ import numpy as np
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, Problem, RestorePlanError
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import text_of
-from orbax_t5x.provenance.steps import Step, without_skipped
+from orbax_t5x.provenance.steps import RuleStep, without_skipped
 from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
@@ -138,10 +138,10 @@ class UnfitStep:
             parts.append("none of the rules given was applied now")
         return "; ".join(parts)
 
-    def _listed(self, steps: Sequence[Step]) -> str:
+    def _listed(self, steps: Sequence[RuleStep]) -> str:
         return listed(map(self._text_of, steps), _SHOWN, separator="; ")
 
-    def _text_of(self, step: Step) -> str:
+    def _text_of(self, step: RuleStep) -> str:
         if not step.is_placeholder:
             return text_of(step.entry)
         found = [entry["text"] for entry in self.decision.lineage if "auto" in entry]
