@@ -90,7 +90,9 @@ class Migrations:
 
     def as_code(self) -> str:
         """Returns the Python call of the list."""
-        return f"ot.Migrations([{', '.join(f'({step.migration_name!r}, {code_of(step.steps)})' for step in self.steps)}])"
+        return (
+            f"ot.Migrations([{', '.join(f'({step.migration_name!r}, {code_of(step.steps)})' for step in self.steps)}])"
+        )
 
     def since(self, name: str) -> Migrations:
         """Returns the list for checkpoints without a record that have the migrations up to a name.

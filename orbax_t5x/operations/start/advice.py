@@ -21,10 +21,10 @@ from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import text_of
 from orbax_t5x.provenance.steps import RuleStep, without_skipped
 from orbax_t5x.readers import Limits, open_checkpoint
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
 from orbax_t5x.restoring.show.filled import patterns_for_filled
-from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import AUTO, FoundRules, Transforms, asks_for_rules
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
