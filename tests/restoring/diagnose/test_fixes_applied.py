@@ -391,23 +391,23 @@ def nothing_in_common():
 
 @mistake
 def new_head():
-    return simple(MODEL, NEW_HEAD, BODY, is_cured=None)
+    return simple(MODEL, NEW_HEAD, BODY)
 
 
 @mistake
 def new_head_in_a_train_state():
     truth = {name: value for name, value in STATE.items() if "head/" not in name}
-    return simple(STATE, target_state(NEW_HEAD), truth, is_cured=None)
+    return simple(STATE, target_state(NEW_HEAD), truth)
 
 
 @mistake
 def new_head_with_a_fallback():
-    return simple(MODEL, NEW_HEAD, BODY, fallback=fallback_of(empty(NEW_HEAD)), is_cured=None)
+    return simple(MODEL, NEW_HEAD, BODY, fallback=fallback_of(empty(NEW_HEAD)))
 
 
 @mistake
 def new_head_in_other_names():
-    return simple(below("params/", MODEL), NEW_HEAD, BODY, is_cured=None)
+    return simple(below("params/", MODEL), NEW_HEAD, BODY)
 
 
 @mistake
@@ -442,7 +442,7 @@ def two_tables_of_a_smaller_vocabulary():
 @mistake
 def vocabulary_and_head():
     new = model(vocab=15, head=7)
-    return simple(MODEL, new, BODY, is_cured=None)
+    return simple(MODEL, new, BODY)
 
 
 @mistake
