@@ -134,12 +134,16 @@ def _stacked_towers(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, _Change]]
     changes: dict[str, list[_Change | None]] = collections.defaultdict(list)
     for name, leaf in unmatched.target.leaves.items():
         container = None if may_be_moment(name) else stacked_part(name)
-        if container is None:
-            continue
-        value = unmatched.arrays.get(name) if name in unmatched.clashes else None
-        sizes = None if value is None else changed_sizes(value.shape, leaf.shape)
-        axis = 0 if sizes is None else list(zip(value.shape, leaf.shape, strict=True)).index(sizes)
-        changes[container].append(None if sizes is None else _Change(*sizes, True, axis))
+        if container is not None:
+            value = unmatched.arrays.get(name) if name in unmatched.clashes else None
+            changes[container].append(None if value is None else _change_between(value.shape, leaf.shape))
     for container, found in changes.items():
         if len(found) > 1 and len(set(found)) == 1 and found[0] is not None:
             yield container, found[0]
+
+
+def _change_between(shape: Sequence[int], wanted: Sequence[int]) -> _Change | None:
+    """Returns the change of the only dimension that differs, or None."""
+    sizes = changed_sizes(shape, wanted)
+    axis = 0 if sizes is None else list(zip(shape, wanted, strict=True)).index(sizes)
+    return None if sizes is None else _Change(*sizes, True, axis)
