@@ -140,7 +140,9 @@ class _RuleComparison:
         self._known = self._recorded[unrecorded[-1] + 1 :] if unrecorded else self._recorded
         self._given = [_Rule(entry, position) for position, step in steps for entry in self._entries(step)]
         self._count = self._beginning()
-        self.rest = self._given[self._count :]
+        # What "auto" found is behind the state wherever it stands in the record.
+        remaining = self._given[self._count :]
+        self.rest = [rule for rule in remaining if not (self._is_placeholder(rule) and rule.entry["digest"])]
         # A rule of all leaves may have been applied before as one of a source.
         compared = self._recorded if source else lineage
         self._repeated = [rule for rule in self.rest if self._is_in(rule.entry, compared)]
@@ -155,6 +157,9 @@ class _RuleComparison:
             return [step.entry]
         found = [entry for entry in self._known if "auto" in entry]
         return [{**step.entry, "digest": None}] if self._is_unrecorded and not found else found
+
+    def _is_placeholder(self, rule: _Rule) -> bool:
+        return self._steps[rule.position].is_placeholder
 
     def _beginning(self) -> int:
         for count in range(min(len(self._known), len(self._given)), 0, -1):

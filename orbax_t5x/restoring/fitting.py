@@ -2,8 +2,9 @@
 
 The same rules hold for what a checkpoint has, what a transform put into the state dict, and what a fallback gives, as a
 tree or by a function: shapes are equal, a lossless conversion is done, a lossy one has to be asked for, and float to
-integer, complex to real, and number to bool are never done here. Python scalars are weakly typed, as in JAX. Every
-clash is a problem; nothing raises and nothing is read.
+integer, complex to real, and number to bool are never done here. The one exception is a step, which may be stored as a
+float with a whole value. Python scalars are weakly typed, as in JAX. Every clash is a problem; nothing raises and
+nothing is read.
 """
 
 from __future__ import annotations
@@ -114,9 +115,8 @@ class Fitting:
         if change == "lossy":
             if self._lossy_is_allowed or (name in self._narrowed and kind_of(source) == "float"):
                 return "cast"
-            is_step = not leaf.shape and name.rsplit("/", 1)[-1] in _STEP_NAMES
-            if is_step and kind_of(source) == kind_of(leaf.dtype) == "int":
-                return "checked"
+        if _is_step(name, leaf) and kind_of(source) in ("int", "float"):
+            return "checked"
         self._dtype_problem(name, leaf, source, origin, is_lossy=change == "lossy")
         return "none"
 
@@ -210,6 +210,12 @@ class Fitting:
 
     def _problem(self, kind: ProblemKind, name: str, message: str, fix: Fix) -> None:
         self._note(Problem(kind, name, message, fix))
+
+
+def _is_step(name: str, leaf: TargetLeaf) -> bool:
+    """Returns True for an integer step counter: T5X writes it as a float once it has resumed a run."""
+    last = name.removesuffix("/value").rsplit("/", 1)[-1]
+    return not leaf.shape and last in _STEP_NAMES and kind_of(leaf.dtype) == "int"
 
 
 def _stored_impls(view: View) -> list[str]:

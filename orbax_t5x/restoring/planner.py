@@ -194,6 +194,7 @@ def build_plan(
     dropped = {name for name, value in inputs.stored.items() if value is not None} - used - set(unused)
     if unused:
         diagnostics.warnings += _warnings_of_scales({name: inputs.stored[name] for name in used}, unused)
+    diagnostics.warnings += matcher.warnings_of_fills(entries)
     for pattern in matcher.unused_patterns() if options.fallback_for else ():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     if target.kind == "everything":

@@ -34,7 +34,8 @@ PASS_RULES = Fix.in_program(
 )
 
 AUTO = "auto"
-Transforms = Sequence[Callable[..., Any] | Migrations] | Callable[..., Any] | Migrations | Literal["auto"]
+Listed = Callable[..., Any] | Migrations | Literal["auto"]
+Transforms = Sequence[Listed] | Listed
 _adopt_orbax = on_demand.function("orbax_t5x.transforms.model_surgery", "adopt_orbax")
 # Only calls that went wrong need the packs.
 _PACKAGE_OF_PACKS = "orbax_t5x.rules"
@@ -52,14 +53,21 @@ _AXES = ("params_axes/", "flax_mutables_axes/")
 
 @dataclasses.dataclass(frozen=True)
 class FoundRules(Transform):
-    """Placeholder for the rules that are found, until `written_out` replaces it.
+    """Place of `"auto"` in a chain, until `written_out` replaces it by the rules that it finds.
 
     Attributes:
       given: pairs of names that a user knows, of the checkpoint and of the target.
     """
 
     given: tuple[tuple[str, str], ...] = ()
-    stands_for_found: ClassVar[bool] = True  # for records
+    # On a step of a run: for the rules that its record marks as found.
+    stands_for_found: ClassVar[bool] = True
+
+    def describe(self) -> str:
+        return self.as_code()
+
+    def as_code(self) -> str:
+        return repr(AUTO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +143,7 @@ class OneSource(Steps):
 
 
 def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callable[..., Any], ...]:
-    """Checks transforms and returns them as a tuple.
+    """Checks transforms and returns them as a tuple, with a `FoundRules` in place of `"auto"`.
 
     Text and functions that make rule packs are refused. With `has_target` an error may advise `"auto"`.
     """
@@ -149,7 +157,9 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
     chain = (transforms,) if is_single else () if transforms is None else transforms
     if not is_sequence(chain):  # nor a generator
         raise TypeError(f"transforms is {_of_type(chain)}; pass a list of transforms of ot.transforms, or functions")
-    chain = expanded(chain)
+    chain = [FoundRules() if isinstance(step, str) and step == AUTO else step for step in expanded(chain)]
+    if sum(isinstance(step, FoundRules) for step in chain) > 1:
+        raise TypeError(f"{AUTO!r} stands twice in a list of transforms; it finds all rules where it stands once")
     for transform in chain:
         if isinstance(transform, type) and issubclass(transform, Transform):
             raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
@@ -219,16 +229,17 @@ def written_out(
 ) -> tuple[AnyTransform, ...]:
     """Replaces `"auto"` in the chain by rules.
 
-    They lead from the source's leaves to the target's. Leaves of the target that are `fillable` need no rule. With
-    the `settings` of the restore it need not apply the rule packs again. The reasons for the target's leaves are added
-    to `why`.
+    They lead from the source's leaves to the target's, as these are before the transforms that follow `"auto"`. Leaves
+    of the target that are `fillable` need no rule. With the `settings` of the restore it need not apply the rule packs
+    again. The reasons for the target's leaves are added to `why`.
     """
     settings, why = settings or Diagnostics(), {} if why is None else why
+    steps = tuple(transforms)
     chain: list[AnyTransform] = []
-    for transform in transforms:
+    for at, transform in enumerate(steps):
         if isinstance(transform, FoundRules):
             before = run_transforms(chain, source, target, is_resuming=False, diagnostics=settings.settings())
-            mapping = _find_mapping(transform, before, target, path, fillable, settings)
+            mapping = _find_mapping(transform, before, target, path, fillable, settings, steps[at + 1 :])
             chain.extend(mapping.parts)
             why.update(mapping.why)
         elif isinstance(transform, OneSource):
@@ -347,7 +358,7 @@ def _own_chain(name: str, source: Source, checkpoint: Checkpoint | None = None) 
 
 
 def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """Returns the chain of sources that are not opened."""
+    """Returns the chain of sources that are not opened, with `FoundRules` in place of `"auto"`."""
     sources = {} if source is None else _sources_by_name(source)
     own = [step for name, one in sources.items() for step in _own_chain(name, one)]
     return (*own, *chain_of(transforms))

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from orbax_t5x.text.code import code_of
 from orbax_t5x.transforms.base import AnyTransform, describe_transform
 from orbax_t5x.transforms.run import Steps
 
@@ -86,6 +87,12 @@ class Migrations:
     def names(self) -> tuple[str, ...]:
         """The names in order."""
         return tuple(step.migration_name for step in self.steps)
+
+    def as_code(self) -> str:
+        """Returns the Python call of the list."""
+        return (
+            f"ot.Migrations([{', '.join(f'({step.migration_name!r}, {code_of(step.steps)})' for step in self.steps)}])"
+        )
 
     def since(self, name: str) -> Migrations:
         """Returns the list for checkpoints without a record that have the migrations up to a name.

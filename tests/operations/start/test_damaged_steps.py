@@ -250,4 +250,4 @@ def test_a_target_that_does_not_fit_is_no_damage(three_steps, target):
     with ours(three_steps) as manager, pytest.raises(ot.RestorePlanError) as raised:
         ot.restore_or_initialize(manager, {**target, "more": target["x"]}, init_fn=lambda: {**initial(), "more": 0.0})
     # A step of the run is complete, or does not fit: nothing in it is initialised anew.
-    assert [problem.leaf for problem in raised.value.problems] == ["more"]
+    assert [problem.leaf for problem in raised.value.problems] == [None, "more"]
