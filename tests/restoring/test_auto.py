@@ -246,9 +246,7 @@ def after(rules, parameters):
     return jax.tree.map(lambda leaf: leaf.get() if isinstance(leaf, ot.LazyArray) else leaf, state)
 
 
-@pytest.mark.parametrize(
-    "place", ["a list", "a list with a rule before", "a source's list", "a source, then rules"]
-)
+@pytest.mark.parametrize("place", ["a list", "a list with a rule before", "a source's list", "a source, then rules"])
 @pytest.mark.parametrize("kind", AFTER)
 def test_auto_sees_the_target_through_what_follows(parameters, kind, place):
     rules = AFTER[kind]
