@@ -37,10 +37,17 @@ class _RunItem(NamedTuple):
 
 
 class _State(NamedTuple):
-    """A restored or saved tree, by names, shapes and dtypes, and the rules behind it; None for any tree."""
+    """A restored or saved tree.
+
+    Attributes:
+      leaves: Digest of its names, shapes and dtypes; None for any tree.
+      lineage: Rules behind it.
+      plans: Number of executed plans in the process up to then.
+    """
 
     leaves: str | None
     lineage: Lineage
+    plans: int
 
 
 class RestoredHistory:
@@ -57,7 +64,6 @@ class RestoredHistory:
         # By item: all restores, in whatever root.
         self._restored: dict[str, list[_State]] = {}
         self._own_plans = 0
-        self._plans_before_save = 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -82,7 +88,7 @@ class RestoredHistory:
           is_planned: whether a plan of this package restored it.
         """
         self.last = tuple(lineage)
-        place, state = _place_of(directory), _State(leaves_digest(tree), self.last)
+        place, state = _place_of(directory), _State(leaves_digest(tree), self.last, len(ExecutedPlans.states))
         with self._lock:
             self._own_plans += bool(lineage) and is_planned
             item = EVERY_ITEM if place is None else place.item
@@ -98,7 +104,7 @@ class RestoredHistory:
                 del self._states[place]
             if name == EVERY_ITEM:
                 self._restored.clear()
-            self._restored[name] = [_State(None, lineage)]
+            self._restored[name] = [_State(None, lineage, 0)]
 
     def to_save(
         self, directory: epath.Path, provenance: Sequence[Mapping[str, Any]] | None, tree: Any, *, primary: bool
@@ -108,26 +114,27 @@ class RestoredHistory:
             return given_lineage(provenance)
         place, leaves = _place_of(directory), leaves_digest(tree)
         with self._lock:
-            lineages = [] if place is None else _lineages_of(self._states.get(place, []), leaves)
-            plans = [_State(*state) for state in ExecutedPlans.states[self._plans_before_save :]]
-        if lineages:
-            if not _are_equal([*lineages, *_lineages_of(plans, leaves)]):
+            states = [] if place is None else self._states.get(place, [])
+            states = [state for state in states if state.leaves == leaves]
+        if states and not _has_other_plan(states[-1]):
+            if not _are_equal([state.lineage for state in states]):
                 _logger.warning(
-                    "%s: such states with different transforms behind them were restored or saved, and the last one "
-                    "that this handler restored or saved here is recorded. Fix, if another one is saved: %s",
+                    "%s: this handler restored or saved such states with different transforms behind them, and the "
+                    "last one is recorded. Fix, if another one is saved: %s",
                     directory,
                     _FIX,
                 )
-            return lineages[-1]
+            return states[-1].lineage
+        lineages: list[Lineage] = []
         step = step_item(directory) if primary else None
-        if step is None or not has_other_steps(step):
+        if not states and (step is None or not has_other_steps(step)):
             lineages = self._lineages_of_restores(place, leaves)
         if lineages and _are_equal(lineages):
             return lineages[-1]
         _logger.warning(
-            "%s: nobody knows which transforms the saved state has behind it: this handler neither restored nor saved "
-            "such a state here, or it restored several. The save is unrecorded, and the next restore with transforms "
-            "asks. Fix: %s",
+            "%s: nobody knows which transforms the saved state has behind it: it is none that this handler restored or "
+            "saved here, or another one was restored since. The save is unrecorded, and the next restore with "
+            "transforms asks. Fix: %s",
             directory,
             _FIX,
         )
@@ -139,7 +146,7 @@ class RestoredHistory:
             items = list(self._restored) if place is None else [place.item, EVERY_ITEM]
             restored = [state for item in items for state in self._restored.get(item, [])]
             has_other_plans = len(ExecutedPlans.states) > self._own_plans
-        lineages = _lineages_of(restored, leaves)
+        lineages = [state.lineage for state in restored if state.leaves in (None, leaves)]
         if lineages or has_other_plans:
             return lineages
         return [state.lineage for state in restored] or [()]
@@ -149,11 +156,10 @@ class RestoredHistory:
         place = _place_of(directory)
         if place is None:
             return
-        saved = _State(leaves_digest(tree), tuple(lineage))
+        saved = _State(leaves_digest(tree), tuple(lineage), len(ExecutedPlans.states))
         with self._lock:
             states = [state for state in self._states.get(place, []) if state.leaves != saved.leaves]
             self._states[place] = [*states, saved]
-            self._plans_before_save = len(ExecutedPlans.states)
 
 
 # A registry that is given a class makes a handler for saves and another for restores.
@@ -166,11 +172,13 @@ def _place_of(directory: str | os.PathLike[str]) -> _RunItem | None:
 
 
 def _appended(states: list[_State], state: _State) -> list[_State]:
-    return [*(earlier for earlier in states if earlier != state), state]
+    return [*(earlier for earlier in states if earlier[:2] != state[:2]), state]
 
 
-def _lineages_of(states: Sequence[_State], leaves: str) -> list[Lineage]:
-    return [state.lineage for state in states if state.leaves in (None, leaves)]
+def _has_other_plan(state: _State) -> bool:
+    """Returns True if a plan led to such a tree since, with other transforms behind it."""
+    later = ExecutedPlans.states[state.plans :]
+    return any(leaves == state.leaves and lineage != state.lineage for leaves, lineage in later)
 
 
 def _are_equal(lineages: Sequence[Lineage]) -> bool:
