@@ -300,7 +300,7 @@ def test_moments_of_a_new_parameter_are_to_be_named_too():
         ot.plan_restore(source, head_target(7), **keywords)
     (problem,) = caught.value.problems
     assert (problem.kind, problem.leaf) == ("shape", "opt_state/0/mu/head/w")
-    plan = ot.plan_restore(source, head_target(7), **keywords | problem.fix.arguments)
+    plan = ot.plan_restore(source, head_target(7), **{**keywords, **problem.fix.arguments})
     assert set(plan.filled) == {"params/head/w", "opt_state/0/mu/head/w"}
 
 
