@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -147,20 +146,18 @@ def _abstract(name: str, leaf: Any) -> Any:
     return as_view(np.broadcast_to(np.empty((), dtype), leaf.shape), name)
 
 
-_LONGEST_CODE = 600
-
-
 def partial_rules(plan: RestorePlan) -> list[Problem]:
     """Returns the problem of parameters left to the fallback."""
     names = filled_parameters(plan)
     if not names:
         return []
     total, read, filled = parameter_counts(plan)
-    code = textwrap.shorten(calls_code(plan.found_rules), _LONGEST_CODE, placeholder=" …")
     message = (
         f"transforms={AUTO!r}: the rules found cover {read:,} of the model's {counted(total, 'parameter')}, and the "
-        f"fallback would fill {filled:,}: {names}. The rules: {code}"
+        f"fallback would fill {filled:,}: {names}"
     )
     patterns = patterns_for_filled(plan)
     value = ... if patterns is None else patterns
-    return [Problem("rule", None, message, Fix.setting("if these are new, pass {}", fallback_for=value))]
+    new = Fix.setting("if these are new, pass {}", fallback_for=value)
+    others = Fix.in_program(f"add rules for them to those found: transforms=[{calls_code(plan.found_rules)}]")
+    return [Problem("rule", None, message, Fix.any_of(new, others))]

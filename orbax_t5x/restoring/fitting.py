@@ -9,7 +9,6 @@ nothing is read.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -30,16 +29,8 @@ from orbax_t5x.trees.dtypes import conversion, kind_of
 Origin = Literal["the checkpoint", "the state dict", "the fallback"]
 
 _STEP_NAMES = frozenset({"step", "global_step"})
-_OTHER_DEPTH = Fix("build the model with the checkpoint's number of layers, if that is the dimension that differs")
-_UNKNOWN_DIMENSIONS = Fix(
-    "find out which dimensions are the same: the names do not show it, and a transform that makes the shape may still "
-    "mix what belongs apart"
-)
 # A Python scalar takes the dtype of what it meets where that is of the same kind or a later one.
 _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
-# A container of layers that are one array for all of them.
-_LAYERS = re.compile(r"(?i)(?:\w*_)?(?:layers?|blocks?|h|stack|scan[a-z]*|(?:en|de)coder_?blocks?)(?:_(?:stack|scan))?")
-_LAYER = re.compile(r"(?i)(?:.*(?:layer|block)s?|blk|h)")
 
 
 class Fitting:
@@ -130,9 +121,7 @@ class Fitting:
         elif impls and not same_width:
             fix = Fix.by_target(f"give the target such keys ({_key_text(impls[0])}), or the shape of their data")
         else:
-            words = 1 if impls else 0  # transforms see keys without the axis of their data
-            shapes = (shape[: len(shape) - words] for shape in (view.shape, leaf.shape))
-            fix = _shape_fix(name, *shapes, is_key=leaf.kind == "key")
+            fix = None  # an explanation looks at all shapes together
         source_text = _described_source(name, view)
         if leaf.kind == "key":
             wanted = f"keys of {leaf.key_impl!r} in the target have data of shape {leaf.shape}"
@@ -236,26 +225,6 @@ def _key_width_fix(impls: list[str]) -> Fix:
     return Fix.by_target(text)
 
 
-def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> Fix:
-    """Returns the fix for a shape: `Pad` or `Slice`."""
-    stored = Fix.by_target("give the target the checkpoint's shape")
-    pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
-    pattern = re.escape(name)
-    if stacked_part(name) is not None:
-        return Fix.any_of(stored, _OTHER_DEPTH)
-    if pairs and all(have <= want for have, want in pairs):
-        grown = tuple(None if have == want else want for have, want in pairs)
-        filled = Fix.adding(transforms.Pad(pattern, grown, transforms.FALLBACK)).also_setting(
-            "give {} values for what is new", fallback=...
-        )
-        # Keys of zeros are all the same key.
-        return Fix.any_of(stored, *([] if is_key else [Fix.adding(transforms.Pad(pattern, grown, 0))]), filled)
-    if pairs and all(have >= want for have, want in pairs):
-        index = tuple((None, None if have == want else want, None) for have, want in pairs)
-        return Fix.any_of(stored, Fix.adding(transforms.Slice(pattern, index)))
-    return Fix.any_of(stored, _UNKNOWN_DIMENSIONS)
-
-
 def _key_dtype_of(value: Any) -> Any:
     """Returns the dtype of typed PRNG keys, or None."""
     if isinstance(value, ComputedLeaf):
@@ -279,19 +248,3 @@ def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
     """Makes the error of a step too large for the target's dtype."""
     problem = Problem("dtype", leaf.name, message, Fix.by_target("give the target the stored dtype"))
     return RestorePlanError([problem], path=leaf.path or None)
-
-
-def is_layer_word(part: str) -> bool:
-    """Tests if a name's part, without its number, means a layer."""
-    return _LAYER.fullmatch(part) is not None
-
-
-def stacked_part(name: str) -> str | None:
-    """Returns a name up to an unnumbered layer part, or None."""
-    parts = name.split("/")
-    for at, (part, after) in enumerate(itertools.pairwise(parts)):
-        if _LAYERS.fullmatch(part) is not None and not after.isdecimal():
-            return "".join(f"{one}/" for one in parts[: at + 1])
-        if part == after:
-            return "".join(f"{one}/" for one in parts[: at + 2])
-    return None

@@ -36,7 +36,7 @@ _is_in_optimizer = on_demand.function("orbax_t5x.optim.containers", "is_in_optim
 _fill: Callable[[Node, Node], Node] = on_demand.function("orbax_t5x.lazy.fill", "fill")
 _NOTHING_RESTORED = Fix.any_of(
     Fix("give transforms that lead from the checkpoint's names to the target's"),
-    Fix.setting("if nothing of the checkpoint is wanted, pass {}", fallback_for=(".*",)),
+    Fix.in_program("if nothing of the checkpoint is wanted, pass fallback_for=['.*']"),
 )
 _SHOWN_NAMES = 3
 _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))

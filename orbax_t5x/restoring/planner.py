@@ -35,6 +35,7 @@ from orbax_t5x.restoring.sources import (
     written_out,
 )
 from orbax_t5x.restoring.targets import Target, flatten_target
+from orbax_t5x.text.code import Code
 from orbax_t5x.text.wording import size_text
 from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics, Why
@@ -98,18 +99,6 @@ class PlanInputs:
     def match(self, state: Mapping[str, Any], diagnostics: Diagnostics) -> Matcher:
         """Makes a matcher of a state dict."""
         return Matcher(self.target, self.options, self.fallback, self.stored_names, state, diagnostics)
-
-    def bare_sources(self) -> dict[str, dict[str, Any]]:
-        """Returns the leaves of the sources without own transforms."""
-        names = set(filter(None, self.sources.checkpoints))
-        bare = names - {one.source for one in self.transforms if isinstance(one, OneSource)}
-        leaves: dict[str, dict[str, Any]] = {}
-        for name, value in self.source.items() if bare else ():
-            # Of the sources `a` and `a/b` both may be meant; the longer one is tried.
-            owner = max((one for one in names if name.startswith(f"{one}/")), key=len, default="")
-            if owner in bare and value is not None:
-                leaves.setdefault(owner, {})[name.removeprefix(f"{owner}/")] = value
-        return leaves
 
 
 def plan_inputs(
@@ -211,7 +200,7 @@ def build_plan(
         read_provenance=read_provenance or (lambda: decision.lineage),
         fallback=compute,
         is_fill_expected=options.fallback_for is not None,
-        found_rules=() if resuming or not inputs.given else rules_found(inputs.given, transforms),
+        found_rules=Code(() if resuming or not inputs.given else rules_found(inputs.given, transforms)),
         why={} if decision.skipped else inputs.why,
         bytes_read_at_planning=reads.bytes_read,
         is_resuming=resuming,

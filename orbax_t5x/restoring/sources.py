@@ -201,20 +201,18 @@ def names_of_migrations(transforms: Iterable[AnyTransform]) -> tuple[str, ...]:
 
 def asks_for_rules(transform: AnyTransform) -> bool:
     """Tests for `"auto"`, also of a source."""
-    steps = transform.steps if isinstance(transform, OneSource) else (transform,)
-    return any(isinstance(step, FoundRules) for step in steps)
+    return any(isinstance(step, FoundRules) for step in _own_steps(transform))
 
 
 def rules_found(given: Sequence[AnyTransform], written: Sequence[AnyTransform]) -> tuple[AnyTransform, ...]:
     """Returns the rules in a chain in place of `"auto"`."""
-    asked = {one.source for one in given if isinstance(one, OneSource) and asks_for_rules(one)}
-    found: list[AnyTransform] = []
-    for one in written:
-        if isinstance(one, OneSource):
-            found += one.steps if one.source in asked else ()
-        elif not any(one is other for other in given):
-            found.append(one)
-    return tuple(found)
+    ids = {id(step) for transform in given for step in _own_steps(transform)}
+    return tuple(step for transform in written for step in _own_steps(transform) if id(step) not in ids)
+
+
+def _own_steps(transform: AnyTransform) -> Sequence[AnyTransform]:
+    """Returns the transforms of a named source, or the transform itself."""
+    return transform.steps if isinstance(transform, OneSource) else (transform,)
 
 
 def written_out(

@@ -86,7 +86,7 @@ def test_several_readings_are_one_problem_with_the_rules_found():
     assert re.search(
         r"decoder/layers/\{0…\d\}/(\w+)/\w+/kernel ×\d may be decoder/layers_\{0…\d\}/\1/", problem.message
     )
-    assert "The rules found cover 56: ot.rules.hf_t5_to_t5x()" in problem.message
+    assert "the rules found cover 56: transforms=[ot.rules.hf_t5_to_t5x()" in str(problem.fix)
     told = ot.transforms.Rename([(f"(.*)/{old}/kernel", rf"\1/{new}/kernel") for old, new in words.items()])
     first = ot.Source(checkpoint(HF), [ot.rules.hf_t5_to_t5x(), told])
     assert ot.plan_restore(first, target, "auto").unused == ()

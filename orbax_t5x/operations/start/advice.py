@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -226,11 +225,11 @@ class UnfitStep:
         for way in fix.ways:
             if way.transforms:
                 yield self._adding(way.transforms, way)
-            elif "fallback" in way.arguments:
-                pattern = ... if problem.leaf is None else (re.escape(problem.leaf),)
-                yield Fix.setting("if it is new, pass {} (init_fn gives it)", fallback_for=pattern)
+            elif "fallback_for" in way.arguments:
+                patterns = way.arguments["fallback_for"]
+                yield Fix.setting("if it is new, pass {} (init_fn gives it)", fallback_for=patterns)
             elif "transforms" not in way.arguments and way.removed is None:
-                yield way
+                yield way.with_keywords(_KEYWORDS)
 
 
 def damage_of(path: str, limits: Limits | None) -> CheckpointError | None:

@@ -1,4 +1,4 @@
-"""Hypotheses on rules: missing, other or needless, or of a source."""
+"""Hypotheses on rules: missing, other, needless, or unfollowed by the optimizer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbax_t5x import on_demand, transforms
-from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Remedy, UnmatchedLeaves
+from orbax_t5x.errors import RestorePlanError
+from orbax_t5x.optim.containers import is_in_optimizer
+from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.sources import OneSource
-from orbax_t5x.text.code import calls_code
-from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.run import run_on_leaves
 
 _MESH_TF = "the checkpoint's names are Mesh TensorFlow's"
 # Leaves of a model that is aligned; fewer are explained one by one.
@@ -34,6 +31,21 @@ def needless_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         )
 
 
+def unfollowed_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+    """Proposes that the optimizer follows rules that renamed its parameters."""
+    if not any(map(is_in_optimizer, unmatched.unfilled)):
+        return
+    chain = list(unmatched.transforms)
+    followed = [transforms.FollowOptimizer(rule) if _may_follow(rule) else rule for rule in chain]
+    if followed != chain:
+        reason = "the rules of the call name parameters, and the optimizer's leaves do not follow them"
+        yield Remedy(tuple(followed), reason, is_instead=True)
+
+
+def _may_follow(rule: Any) -> bool:
+    return not isinstance(rule, transforms.FollowOptimizer | OneSource | transforms.Drop | transforms.Keep)
+
+
 def other_pack(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
     """Proposes a pack that `orbax_t5x.rules.infer` finds.
 
@@ -49,15 +61,6 @@ def other_pack(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         first = pack_remedy(unmatched.source, unmatched.target.original)
         if first is not None:
             yield first._replace(is_first=True)
-
-
-def untranslated(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-    """Explains leaves that `Translate` may name."""
-    # A target that has the bundle's names for its other leaves is not to be translated.
-    is_mostly_unfilled = 2 * len(unmatched.unfilled) > len(unmatched.target.leaves)
-    if is_mostly_unfilled and unmatched.missing and unmatched.takes_rules and _is_untranslated(unmatched):
-        message = f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
-        yield Explanation(Problem("missing", None, message, Fix.adding(transforms.Translate())), ())
 
 
 def _is_rule(transform: Any) -> bool:
@@ -127,73 +130,3 @@ def aligned_model(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
     if found.is_whole:
         reason = "the names differ, and shapes, structure and words give each one reading"
         yield Remedy(found.parts, reason, _LET_AUTO_FIND)
-
-
-def several_sources(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-    """Proposes `Average` or `Overlay` of several sources."""
-    rules: dict[str, tuple[OneSource, ...]] = {}
-    filled: dict[str, set[str]] = {}
-    for source in unmatched.sources:
-        start = f"{source}/"
-        if any(name.startswith(start) for name in unmatched.target.leaves):
-            return
-        own = {name.removeprefix(start): value for name, value in unmatched.free.items() if name.startswith(start)}
-        found_names = _filled_names(own, unmatched)
-        if not found_names and source in unmatched.bare_sources:
-            found = pack_remedy(own, unmatched.target.original)
-            if found is not None:
-                # As a transform of the call: after those of other sources, on this one's leaves.
-                rules[source] = (OneSource(source, found.transforms, frozenset(own)),)
-                found_names = _filled_names(_transformed(found.transforms, own, unmatched), unmatched)
-        if found_names:
-            filled[source] = found_names
-    if len(filled) < 2:
-        return
-    *others, last = map(repr, filled)
-    names = f"{', '.join(others)} and {last}"
-    # A source with fewer leaves is one that changes some of the others'.
-    overlay = transforms.Overlay(tuple(sorted(filled, key=lambda source: len(filled[source]))))
-    own_rules = [rule for source in filled for rule in rules.get(source, ())]
-    reason = f"the sources {names} have leaves for them, each below its own name"
-    if len({name for found_names in filled.values() for name in found_names}) == sum(map(len, filled.values())):
-        yield Remedy((*own_rules, overlay), reason, _advice(own_rules, overlay) if own_rules else None)
-        return
-    # Where two sources have the same leaf, its name does not show which value is wanted.
-    average = transforms.Average(tuple([(source, 1.0) for source in sorted(filled)]))
-    is_same = len(set(map(frozenset, filled.values()))) == 1
-    ways = (average, overlay) if is_same else (overlay,)
-    yield Remedy((*own_rules, ways[0]), reason, _advice(own_rules, *ways))
-
-
-def _advice(own_rules: list[OneSource], *ways: Transform) -> str:
-    """Returns the fix in words: sources' transforms and combinations."""
-    meanings = {"Average": "for their mean", "Overlay": "to take each leaf from the first that has it"}
-    combine = ", or ".join(f"[{calls_code((way,))}] {meanings[type(way).__name__]}" for way in ways)
-    given = ", ".join(f"{rule.source!r}: ot.Source(path, [{calls_code(rule.steps)}])" for rule in own_rules)
-    sources = f"give the source its transforms: {{{given}}}, and " if given else ""
-    return f"{sources}combine the sources: {combine}"
-
-
-def _transformed(
-    transforms: tuple[Transform, ...], leaves: Mapping[str, Any], unmatched: UnmatchedLeaves
-) -> Mapping[str, Any]:
-    return run_on_leaves(
-        transforms, leaves, unmatched.target.original, is_resuming=False, diagnostics=Diagnostics(problems=[])
-    )
-
-
-def _filled_names(leaves: Mapping[str, Any], unmatched: UnmatchedLeaves) -> set[str]:
-    """Returns unfilled names with leaves of their shape."""
-    shapes = unmatched.unfilled_shapes
-    return {name for name, leaf in leaves.items() if name in shapes and tuple(leaf.shape) == shapes[name]}
-
-
-def bare_source(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-    """Proposes a pack for a source, below the source's name."""
-    for source, leaves in unmatched.bare_sources.items():
-        found = pack_remedy(leaves, OneSource(source, ()).target_below(unmatched.target.original))
-        if found is not None:
-            advice = (
-                f"give the source its transforms: {{{source!r}: ot.Source(path, [{calls_code(found.transforms)}])}}"
-            )
-            yield Remedy(found.transforms, f"of the source {source!r}, {found.reason}", advice, source)

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 from orbax_t5x.optim.moments import SlotNames
 from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
+from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
+from orbax_t5x.rules.alignment.words import path_of
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
 from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
@@ -144,7 +146,37 @@ def align_leaves(
     source: Leaves, target: Leaves, ours: Leaves, theirs: Leaves, given: Mapping[str, str] | None = None
 ) -> Alignment:
     """Aligns some leaves of a checkpoint and a target."""
-    return _alignment(moves_between(ours, theirs, given=given), source, {**target, **theirs})
+    target = {**target, **theirs}
+    moves = moves_between(ours, theirs, given=given)
+    renamed = _renamed_in_place(moves.open, ours, theirs)
+    if renamed:
+        try:
+            moves = moves_between(ours, theirs, given={**renamed, **(given or {})})
+        except GivenError:
+            return _alignment(moves, source, target)
+        for old, new in renamed.items():
+            if new in moves and old not in (given or {}):
+                moves.why[new] = RENAMING
+    return _alignment(moves, source, target)
+
+
+def _renamed_in_place(readings: Mapping[str, Sequence[str]], ours: Leaves, theirs: Leaves) -> dict[str, str]:
+    """Returns pairs of names that differ in the last word only, the same two words in all of both trees.
+
+    The path of a module says more than the shapes of its neighbours.
+    """
+    pairs: dict[str, str] = {}
+    words: set[tuple[Any, Any]] = set()
+    for name, candidates in readings.items():
+        *module, new = path_of(name) or ("",)
+        same = [old for old in candidates if module and list(path_of(old)[:-1]) == module]
+        if len(same) == 1:
+            pairs[same[0]] = name
+            words.add((path_of(same[0])[-1], new))
+    olds, news = ({last for name in side for last in path_of(name)[-1:]} for side in (ours, theirs))
+    is_one_to_one = len({old for old, _ in words}) == len(words) == len({new for _, new in words})
+    is_complete = all(old not in news and new not in olds for old, new in words)
+    return pairs if is_one_to_one and is_complete else {}
 
 
 def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:

@@ -197,3 +197,24 @@ def test_rules_stay_when_the_list_gets_shorter_or_longer(models, tmp_path):
     third = Job(tmp_path, unflatten(params))
     for _ in range(2):
         assert_same(third.start(BUNDLE, ["auto", *RENAMED, back]), again)
+
+
+def test_named_sources_go_on_each_with_its_list(models, tmp_path):
+    """One of two towers is renamed: "auto" stands for what it found in its own source."""
+
+    def start(root, params, sources):
+        with ocp.CheckpointManager(root, item_handlers=ot.TrainStateHandler()) as manager:
+            target = jax.tree.map(np.zeros_like, params)
+            state, step, _ = ot.restore_or_initialize(manager, target, init_from=sources)
+            manager.save(step + 1, args=ot.args.TrainStateSave(state))
+        return values_of(state)
+
+    first = {name: {"params": models.first} for name in ("a", "b")}
+    second = {**first, "a": {"params": models.changed}}
+    auto = ot.Source(BUNDLE, "auto")
+    for _ in range(2):
+        assert_same(start(tmp_path / "run", first, {"a": auto, "b": auto}), values_of(first))
+    for root in ("run", "fresh"):
+        for _ in range(3):
+            sources = {"a": ot.Source(BUNDLE, ["auto", *RENAMED]), "b": auto}
+            assert_same(start(tmp_path / root, second, sources), values_of(second))
