@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,8 @@ class Matcher:
                 entries.append(entry)
         if self._fallback is not None:
             self._note_nothing_restored(entries)
+        if self.replaced and self.problems:
+            self._name_their_moments()
         return entries
 
     def _note_nothing_restored(self, entries: Sequence[PlanEntry]) -> None:
@@ -214,9 +217,8 @@ class Matcher:
         self._taken.add(source_name)
         if value is None:
             return self._plan_fallback(name, leaf, source_name in self.state)
-        shape = tuple(getattr(value, "shape", leaf.shape))
-        if shape != leaf.shape and self._fallback is not None and name in self._fallback and self._is_named(name):
-            self.replaced[name] = shape
+        if isinstance(value, LazyArray | np.ndarray) and tuple(value.shape) != leaf.shape and self._is_new(name):
+            self.replaced[name] = tuple(value.shape)
             return self._plan_fallback(name, leaf, is_none=False)
         return self._entry(name, leaf, source_name, value)
 
@@ -293,6 +295,21 @@ class Matcher:
     def _is_named(self, name: str) -> bool:
         """Returns True if `fallback_for` names a leaf."""
         return any(pattern.fullmatch(name) for pattern in self._fillable or ())
+
+    def _is_new(self, name: str) -> bool:
+        """Returns True if `fallback_for` names a leaf of the fallback."""
+        return self._fallback is not None and name in self._fallback and self._is_named(name)
+
+    def _name_their_moments(self) -> None:
+        """Proposes to name the moments of parameters that the fallback gives in another shape."""
+        ends = [f"/{name.partition('/')[2] or name}/" for name in self.replaced]
+        shapes = [problem.leaf for problem in self.problems if problem.kind == "shape" and problem.leaf]
+        moments = [name for name in shapes if _is_in_optimizer(name) and any(end in f"/{name}/" for end in ends)]
+        patterns = (*map(pattern_text, self._fillable or ()), *map(re.escape, moments))
+        fix = Fix.setting("name the moments of a parameter that is new, too: pass {}", fallback_for=patterns)
+        self.problems[:] = [
+            dataclasses.replace(problem, fix=fix) if problem.leaf in moments else problem for problem in self.problems
+        ]
 
     def warnings_of_fills(self, entries: Sequence[PlanEntry]) -> list[str]:
         """Describes leaves that the fallback fills in place of stored ones, or beside restored moments."""

@@ -284,12 +284,24 @@ def test_a_named_leaf_of_the_same_shape_is_the_checkpoints():
     np.testing.assert_array_equal(plan.execute()["params"]["head"]["w"], saved["params"]["head"]["w"])
 
 
-def test_a_leaf_of_another_shape_that_nobody_named_is_a_problem():
+@pytest.mark.parametrize("named", [None, ["params/body/.*"]])
+def test_a_leaf_of_another_shape_that_nobody_named_is_a_problem(named):
     source, _ = head_checkpoint()
-    for named in (None, ["params/head/.*"]):
-        with pytest.raises(ot.RestorePlanError) as caught:
-            ot.plan_restore(source, head_target(7), fallback=lambda: head_target(7), fallback_for=named)
-        assert {problem.kind for problem in caught.value.problems} == {"shape"}
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.plan_restore(source, head_target(7), fallback=lambda: head_target(7), fallback_for=named)
+    assert [problem.kind for problem in caught.value.problems] == ["shape", "shape"]
+    assert all("Pad(" in str(problem.fix) for problem in caught.value.problems)
+
+
+def test_moments_of_a_new_parameter_are_to_be_named_too():
+    source, _ = head_checkpoint()
+    keywords = {"fallback": lambda: head_target(7), "fallback_for": ["params/head/.*"]}
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.plan_restore(source, head_target(7), **keywords)
+    (problem,) = caught.value.problems
+    assert (problem.kind, problem.leaf) == ("shape", "opt_state/0/mu/head/w")
+    plan = ot.plan_restore(source, head_target(7), **{**keywords, **problem.fix.arguments})
+    assert set(plan.filled) == {"params/head/w", "opt_state/0/mu/head/w"}
 
 
 def test_a_new_kind_of_moments_is_no_warning():
