@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -152,7 +152,7 @@ class _Search:
         self._parts = {plain: plain.split("/") for plain in self.names}
         self.marks = {plain: mark for plain, parts in self._parts.items() if (mark := _mark(parts)) is not None}
         # Roots of parameters that were accepted, and the directories that have their parameters in them.
-        self._roots: set[str] = set()
+        self._roots: dict[str, set[str]] = {}
         self._directories: set[str] = set()
 
     # -- which tree the parameters are
@@ -174,15 +174,16 @@ class _Search:
         best = {directory: _best_roots(directory, roots, votes) for directory, roots in by_directory.items()}
         accepted: dict[str, str] = {}
         for directory in sorted(best, key=lambda path: (-len(votes[path, best[path][0]]), not best[path][0])):
-            if directory in self._directories or not self._may_be_root(best[directory], accepted):
+            names = votes[directory, best[directory][0]]
+            if directory in self._directories or not self._may_be_root(best[directory], names, accepted):
                 continue
             if len(best[directory]) > 1:
                 self.result.unclear[directory] = best[directory]
                 continue
             root = best[directory][0]
             accepted[directory] = root
-            self._roots.add(root)
-            self._directories.update(parent for name in votes[directory, root] for parent in parents(name))
+            self._roots.setdefault(root, set()).update(names)
+            self._directories.update(parent for name in names for parent in parents(name))
         return {self._box(directory, accepted): root for directory, root in accepted.items()}
 
     def _is_told(self, directory: str, root: str, votes: Mapping[tuple[str, str], set[str]]) -> bool:
@@ -222,11 +223,11 @@ class _Search:
                 if parts[start] not in KINDS and parts[start] != _INNER_ROOT:
                     return
 
-    def _may_be_root(self, roots: Sequence[str], accepted: Iterable[str]) -> bool:
+    def _may_be_root(self, roots: Sequence[str], names: Collection[str], accepted: Iterable[str]) -> bool:
         """Returns False if a root is inside or around a root that was accepted, or beside moments in their node."""
         nodes = set(filter(None, (directory.rpartition("/")[0] for directory in accepted)))
         return not any(
-            any(root != known and (is_below(root, known) or is_below(known, root)) for known in self._roots)
+            any(_overlap(root, names, known, self._roots[known]) for known in self._roots if known != root)
             or any(is_below(root, node) for node in nodes)
             for root in roots
         )
@@ -383,7 +384,7 @@ class _Search:
                     is_parameter = root in self._roots if self._roots else name not in self.marks
                     if name != plain and is_parameter and self._shapes[name] == self._shapes[plain]:
                         slots["/".join(parts[:start]), root][name] = plain
-        order = sorted(slots, key=lambda pair: (-len(slots[pair]), not _is_usual(pair[1]), len(pair[0])))
+        order = sorted(slots, key=lambda pair: (-len(slots[pair]), *_farness(*pair), len(pair[0])))
         taken: set[str] = set()
         for directory, root in order:
             arrays = {plain for plain in marks if is_below(plain, directory)}
@@ -412,6 +413,13 @@ class _Search:
         return has_memory or not collections.Counter(shape) - collections.Counter((*whole, 1))
 
 
+def _overlap(root: str, names: Iterable[str], other: str, others: Iterable[str]) -> bool:
+    """Returns True if two roots are inside one another; parameters at the root of a state are told by their names."""
+    if root and other:
+        return is_below(root, other) or is_below(other, root)
+    return any(is_below(name, root or other) for name in (others if root else names))
+
+
 def _mark(parts: Sequence[str]) -> int | None:
     """Returns the position of the first optimizer's word outside the parameters, or None."""
     for at, part in enumerate(parts[:-1]):
@@ -425,18 +433,23 @@ def _mark(parts: Sequence[str]) -> int | None:
 def _best_roots(directory: str, roots: Sequence[str], votes: Mapping[tuple[str, str], set[str]]) -> list[str]:
     """Returns the root that the most evidence is for, or several that nothing tells apart."""
 
-    def evidence(root: str) -> tuple[int, int, int, bool, bool]:
-        words = _words(root)
-        shared = len(words & _words(directory))
-        return len(votes[directory, root]), shared, shared - len(words), not has_copy_word(root), _is_usual(root)
+    def weakness(root: str) -> tuple[Any, ...]:
+        return -len(votes[directory, root]), *_farness(directory, root)
 
-    strongest = max(map(evidence, roots))
-    return sorted(root for root in roots if evidence(root) == strongest)
+    strongest = min(map(weakness, roots))
+    return sorted(root for root in roots if weakness(root) == strongest)
+
+
+def _farness(directory: str, root: str) -> tuple[int, int, bool, bool]:
+    """Returns how little the names of a directory and of a root of parameters say that they belong together."""
+    words = _words(root)
+    shared = words & _words(directory)
+    return -len(shared), len(words - shared), has_copy_word(root), not _is_usual(root)
 
 
 def _words(path: str) -> set[str]:
     """Returns the words that tell two models apart."""
-    words = {word for word in re.split("[^A-Za-z0-9]+", path) if not word.isdecimal() and not has_copy_word(word)}
+    words = {word for word in re.findall("[A-Za-z]+", path) if not has_copy_word(word)}
     return words - KINDS - _USUAL_ROOTS - _OPTIMIZER_WORDS
 
 

@@ -163,6 +163,9 @@ class Diagnostics:
             before it.
         """
         before = {old: self.rule_for.get(old) for old, _ in origins.values()}
+        self.fidelity.update(
+            {new: fidelity for new, (old, _) in origins.items() if (fidelity := self.fidelity.get(old)) is not None}
+        )
         self.origin_of.update({new: self.origin_of.get(old, old) for new, (old, _) in origins.items()})
         for new, (old, rule) in origins.items():
             earlier = before[old]

@@ -113,6 +113,4 @@ def rename_leaves(state: FlatState, renames: Mapping[str, str], rule: str, diagn
     for name, value in state.items():
         new = renames.get(name, name)
         result.put(new, value, name, rule if new != name else None)
-        if new != name and name in diagnostics.fidelity:
-            diagnostics.fidelity[new] = diagnostics.fidelity[name]
     return result.finish()

@@ -230,10 +230,10 @@ class _Run:
         self._diagnostics.slots = ()
         followed.check_clear(state, moved, self._diagnostics)
         unchanged = {plain_name(name) for name, value in state.items() if moved.get(name) is value}
-        own = {slot for slot in matched if slots[slot] in unchanged}
-        if not own:
+        if all(slots[slot] not in unchanged for slot in matched):
             return moved
         moved = self._joined(moved, is_known=False)
+        own = [slot for slot in matched if slots[slot] in unchanged and slot in moved]
         quiet = dataclasses.replace(self._diagnostics, warns_of_unused=False)
         changed = rules.apply({name: moved.pop(name) for name in own}, self._target, quiet)
         return {**moved, **changed}

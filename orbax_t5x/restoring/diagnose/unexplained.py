@@ -162,7 +162,7 @@ def tied_logits(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     )
     build = "build the model with an output projection (T5X: logits_via_embedding=False, which makes "
     ways = [Fix.by_target(f"{build}decoder/logits_dense/kernel)")]
-    packs = {pack for name in head for pack in _packs_of(unmatched.stored[name])}
+    packs = {pack for name in head for pack in _packs_of(unmatched.stored.get(name))}
     for pack in sorted(packs):
         text = f"if config.json has tie_word_embeddings: true, use ot.rules.{pack}(tie_word_embeddings=True)"
         # A T5 whose feed-forward layers are not gated is version 1.0, whose logits are the embedding's.

@@ -156,7 +156,7 @@ class FollowedState:
         group: Sequence[Moments],
         leaves: Sequence[_NewLeaf],
         changed: Collection[str],
-        wanted: Mapping[tuple[str, str], Shape],
+        wanted: Mapping[tuple[str, Shape], Mapping[str, Shape]],
         result: dict[str, Any],
         diagnostics: Diagnostics,
     ) -> list[Moments]:
@@ -187,7 +187,7 @@ class FollowedState:
                 leaf.plain,
                 leaf.view,
                 {kind: slots for kind, slots in kinds.items() if slots},
-                {kind: wanted[leaf.plain, kind] for kind in kinds if (leaf.plain, kind) in wanted},
+                wanted.get((leaf.plain, tuple(leaf.view.shape)), {}),
                 is_by_size=group[0].form == "kind first",
                 is_copy=group[0].is_copy,
                 is_first=group[0].form != "kind first" or _is_first(group[0].node),
@@ -261,14 +261,19 @@ def _by_node(moments: Iterable[Moments]) -> list[list[Moments]]:
     return list(groups.values())
 
 
-def _wanted_shapes(target: OptimizerState, leaves: FlatState) -> dict[tuple[str, str], Shape]:
-    """Returns the shapes of the target's slots by parameter and kind, where only one is of that kind."""
-    shapes: dict[tuple[str, str], set[Shape]] = collections.defaultdict(set)
+def _wanted_shapes(target: OptimizerState, leaves: FlatState) -> dict[tuple[str, Shape], dict[str, Shape]]:
+    """Returns the shapes of the target's slots by parameter, its shape and kind, where only one is of that kind."""
+    found: dict[tuple[str, str], set[Shape]] = collections.defaultdict(set)
     for moments in target.moments:
         for parameter, slot in moments.slots.items():
             if (shape := getattr(leaves[slot], "shape", None)) is not None:
-                shapes[parameter, moments.kind].add(tuple(shape))
-    return {key: next(iter(found)) for key, found in shapes.items() if len(found) == 1}
+                found[parameter, moments.kind].add(tuple(shape))
+    shapes = {plain_name(name): tuple(getattr(leaf, "shape", ())) for name, leaf in leaves.items()}
+    wanted: dict[tuple[str, Shape], dict[str, Shape]] = collections.defaultdict(dict)
+    for (parameter, kind), of_kind in found.items():
+        if len(of_kind) == 1:
+            wanted[parameter, shapes[parameter]][kind] = next(iter(of_kind))
+    return wanted
 
 
 def _new_root(root: str, leaves: Sequence[_NewLeaf]) -> str:

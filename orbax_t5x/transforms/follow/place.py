@@ -53,13 +53,24 @@ def place_optimizer(
       diagnostics: Takes places that are not clear, and leaves without a place.
       source: Structure of the state's optimizers, if it is known.
     """
-    have = {plain_name(name) for name, value in state.items() if value is not None}
-    wanted = {plain_name(name) for name, leaf in target.items() if leaf is not None}
-    if not target or not any(is_step(name) or may_be_optimizer(name) for name in have ^ wanted):
-        return dict(state)
+    names = {plain_name(name): name for name, value in state.items() if value is not None}
+    wanted = {plain_name(name): name for name, leaf in target.items() if leaf is not None}
+    if not target or not any(is_step(name) or may_be_optimizer(name) for name in names.keys() ^ wanted.keys()):
+        return _with_endings(state, wanted, diagnostics)
     placing = _Placing(source or find_optimizer(state), find_optimizer(target), diagnostics)
     placing.pair()
     return placing.placed(state, target)
+
+
+def _with_endings(state: FlatState, wanted: Mapping[str, str], diagnostics: Diagnostics) -> dict[str, Any]:
+    """Returns the state with the target's endings of variables of Flax NNX."""
+    result: dict[str, Any] = {}
+    for name, value in state.items():
+        new = wanted.get(plain_name(name), name) if is_step(name) or may_be_optimizer(name) else name
+        result[new] = value
+        if new != name and name in diagnostics.fidelity:
+            diagnostics.fidelity[new] = diagnostics.fidelity[name]
+    return result
 
 
 def _chain_of(optimizer: OptimizerState) -> _Chain:
@@ -124,8 +135,10 @@ class _Placing:
                 self._pairs[origin, place] = None
                 for parameter in parameters:
                     for kind in kinds:
-                        if (slot := self._old.slots.get((origin, kind, parameter))) is not None:
-                            self.sources[self._new.slots[place, kind, parameter]] = [slot]
+                        slot = self._old.slots.get((origin, kind, parameter))
+                        name = self._new.slots.get((place, kind, parameter))
+                        if slot is not None and name is not None:
+                            self.sources[name] = [slot]
         for origin, place in self._pairs:
             self._pair_fields(origin, place)
         for origin, place in self._nodes_of_fields(embedded):
@@ -186,6 +199,9 @@ class _Placing:
         for origin, node in old.items():
             beside = (place for pair in self._pairs for place in _places_beside(origin, *pair))
             likely = [embedded[origin]] if origin in embedded else beside
+            # What stands in no chain has its own place.
+            if not any(part.isdecimal() for part in origin.split("/")):
+                likely = [origin, *likely]
             place = next((place for place in likely if new.get(place) == node and place not in taken), None)
             if place is None:
                 remaining.append(origin)
@@ -223,7 +239,7 @@ class _Placing:
                 if plain_name(name) != plain_name(origins[0]):
                     rule = "into the target's optimizer"
                     self._diagnostics.record_origins({name: (origins[0], rule)})
-                if (fidelity := self._diagnostics.fidelity.get(origins[0])) is not None:
+                elif (fidelity := self._diagnostics.fidelity.get(origins[0])) is not None:
                     self._diagnostics.fidelity[name] = fidelity
         return self._with_step(result, target)
 
@@ -236,7 +252,7 @@ class _Placing:
         """Renames the only step as the target names it."""
         steps = [name for name in state if is_step(name)]
         places = [name for name in target if is_step(name)]
-        if len(steps) != 1 or len(places) != 1 or plain_name(steps[0]) == plain_name(places[0]):
+        if len(steps) != 1 or len(places) != 1 or steps == places:
             return state
         self._diagnostics.record_origins({places[0]: (steps[0], "as the target names it")})
         return {places[0] if name == steps[0] else name: value for name, value in state.items()}
