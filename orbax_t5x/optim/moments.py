@@ -31,7 +31,7 @@ Form = Literal["kind first", "kind last", "glued"]
 # Parameters in a train state; below them the words of optimizers are modules.
 _PARAMETER_ROOTS = frozenset({"params", "target"})
 _USUAL_ROOTS = frozenset({"params", "model", "target"})
-_OPTIMIZER_WORDS = frozenset({"opt", "optim", "optimizer", "state", "states", "param"})
+_OPTIMIZER_WORDS = frozenset({"opt", "optim", "optimizer", "state", "states", "param", "step", "value"})
 # Flax puts this between a kind and the paths where an optimizer was made for `{"params": …}`.
 _INNER_ROOT = "params"
 # An ending that more leaves share, such as `kernel`, tells nothing, and comparing it would cost the square.
@@ -193,7 +193,9 @@ class _Search:
         node, _, kind = directory.rpartition("/")
         if has_copy_word(kind) and not node.rpartition("/")[2].isdecimal():
             return False
-        siblings = {path.rpartition("/")[2] for path, other in votes if other == root and path.rpartition("/")[0] == node}
+        siblings = {
+            path.rpartition("/")[2] for path, other in votes if other == root and path.rpartition("/")[0] == node
+        }
         if len(siblings & KINDS) > 1 or prefixed(node, "count") in self.names:
             return True
         arrays = {plain for plain in self.names if is_below(plain, root) and self._is_array(plain)}
@@ -260,9 +262,7 @@ class _Search:
             directory, _, field = plain.rpartition("/")
             self.result.fields.setdefault(directory, {})[field] = self.names[plain]
 
-    def _visit(
-        self, plains: list[str], depth: int, add: Callable[..., bool], root: str, paths: set[str]
-    ) -> list[str]:
+    def _visit(self, plains: list[str], depth: int, add: Callable[..., bool], root: str, paths: set[str]) -> list[str]:
         """Adds the shallowest directories all of whose leaves repeat parameters; returns the other leaves."""
         groups: dict[str, list[str]] = collections.defaultdict(list)
         remaining: list[str] = []
@@ -341,9 +341,13 @@ class _Search:
 
     def add_states(self) -> None:
         """Adds the fields of optimizers without moments, whose directories are known by their words alone."""
-        inside = [plain for plain, mark in self.marks.items() if is_state(self._parts[plain][mark])]
-        for plain in inside:
-            box = "/".join(self._parts[plain][: self.marks[plain] + 1])
+        inside: dict[str, str] = {}
+        for plain, mark in self.marks.items():
+            parts = self._parts[plain]
+            end = next((at for at in range(mark, len(parts) - 1) if is_state(parts[at])), None)
+            if end is not None:
+                inside[plain] = "/".join(parts[: end + 1])
+        for plain, box in inside.items():
             if self.result.has(plain) or any(is_below(known, box) for known in self.result.boxes):
                 continue
             self.result.boxes.append(box)
@@ -442,12 +446,12 @@ def _best_roots(directory: str, roots: Sequence[str], votes: Mapping[tuple[str, 
 
 def _farness(directory: str, root: str) -> tuple[int, int, bool, bool]:
     """Returns how little the names of a directory and of a root of parameters say that they belong together."""
-    words = _words(root)
-    shared = words & _words(directory)
+    words = path_words(root)
+    shared = words & path_words(directory)
     return -len(shared), len(words - shared), has_copy_word(root), not _is_usual(root)
 
 
-def _words(path: str) -> set[str]:
+def path_words(path: str) -> set[str]:
     """Returns the words that tell two models apart."""
     words = {word for word in re.findall("[A-Za-z]+", path) if not has_copy_word(word)}
     return words - KINDS - _USUAL_ROOTS - _OPTIMIZER_WORDS

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy.several import all_equal
-from orbax_t5x.optim.moments import OptimizerState, find_optimizer, plain_name
+from orbax_t5x.optim.moments import OptimizerState, find_optimizer, is_below, path_words, plain_name
 from orbax_t5x.optim.optimizer_names import is_step, may_be_optimizer
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -197,20 +197,22 @@ class _Placing:
         taken: set[str] = set()
         remaining: list[str] = []
         for origin, node in old.items():
-            beside = (place for pair in self._pairs for place in _places_beside(origin, *pair))
-            likely = [embedded[origin]] if origin in embedded else beside
+            likely = [embedded[origin]] if origin in embedded else []
+            likely += [place for pair in self._pairs for place in _places_beside(origin, *pair)]
             # What stands in no chain has its own place.
             if not any(part.isdecimal() for part in origin.split("/")):
-                likely = [origin, *likely]
+                likely.insert(0, origin)
             place = next((place for place in likely if new.get(place) == node and place not in taken), None)
-            if place is None:
-                remaining.append(origin)
-            else:
+            if place is not None:
                 taken.add(place)
                 yield origin, place
-        for node in dict.fromkeys(old[origin] for origin in remaining):
-            origins = [origin for origin in remaining if old[origin] == node]
-            places = [place for place, found in new.items() if found == node and place not in taken]
+            elif not any(place in self._new.nodes and place not in new for place in likely):
+                remaining.append(origin)
+        groups = {origin: (old[origin], _words_of_box(self._source, origin)) for origin in remaining}
+        for group in dict.fromkeys(groups.values()):
+            origins = [origin for origin in remaining if groups[origin] == group]
+            free = [place for place, node in new.items() if node == group[0] and place not in taken]
+            places = [place for place in free if _words_of_box(self._target, place) == group[1]]
             if len(origins) == len(places):
                 yield from zip(origins, places, strict=True)
 
@@ -254,8 +256,16 @@ class _Placing:
         places = [name for name in target if is_step(name)]
         if len(steps) != 1 or len(places) != 1 or steps == places:
             return state
+        words, wanted = path_words(steps[0]), path_words(places[0])
+        if not (words <= wanted or wanted <= words):
+            return state
         self._diagnostics.record_origins({places[0]: (steps[0], "as the target names it")})
         return {places[0] if name == steps[0] else name: value for name, value in state.items()}
+
+
+def _words_of_box(optimizer: OptimizerState, directory: str) -> frozenset[str]:
+    """Returns the words that tell whose optimizer a directory is in."""
+    return frozenset(path_words(next((box for box in optimizer.boxes if is_below(directory, box)), directory)))
 
 
 def _inside(inner: Mapping[str, _Node], outer: Mapping[str, _Node]) -> dict[str, str] | None:
