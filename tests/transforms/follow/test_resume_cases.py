@@ -6,7 +6,7 @@ import pytest
 
 from tests.transforms.follow.resume_cases import run_cases
 
-CASES = 80
+CASES = 50
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_dtype_promotion")]
 
