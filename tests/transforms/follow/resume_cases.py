@@ -279,6 +279,8 @@ class Case:
                 yield from tower.optimizer_prefix.split("/")
                 yield from (*slot.node, slot.kind)
                 return
+            if name.removeprefix(tower.prefix) in tower.others:
+                yield from name.split("/")
         places = [tower.prefix for tower in self.towers] + [copy.prefix for copy in self.layout.copies]
         yield from (part for prefix in places if name.startswith(prefix) for part in prefix.split("/"))
 
@@ -358,7 +360,10 @@ class Case:
         slots = tower.optimizer.slots
         moments = [name for name, slot in slots.items() if slot.parameter is not None]
         numbers = [name for name, slot in slots.items() if slot.parameter is None]
-        kind = self.pick(["moment", "kind", "half a kind", "count", "node", "scalars", "arrays", "backup"])
+        kinds = ["moment", "kind", "half a kind", "count", "node", "scalars", "arrays"]
+        # A rule for all names acts on a second copy, too.
+        kinds += [] if any(rule.matches_all for rule in self.rules) else ["backup"]
+        kind = self.pick(kinds)
         self.facts["damage"] = kind
         gone: list[str] = []
         if kind == "count" and numbers:
@@ -443,6 +448,8 @@ class Case:
                 continue
             needs = self._names(tower, place, slot)
             if not needs or not needs <= self.leaves.keys():
+                break
+            if slot.is_odd and tree[slot.parameter].shape != slot.shape:
                 break
             if not slot.has_shape_of(tree[slot.parameter], tower.parameters[slot.parameter]):
                 # The rule left the moments as they were: those of the same shape may be taken.
