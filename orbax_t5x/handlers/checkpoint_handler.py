@@ -22,7 +22,7 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType, registry_making
 from orbax_t5x.handlers.restore.stock import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
-from orbax_t5x.handlers.run_lineage import RestoredHistory, recorded_lineage
+from orbax_t5x.handlers.run_lineage import RestoredHistory
 from orbax_t5x.handlers.save import cleanup
 from orbax_t5x.handlers.save.commit import GuardedCommit, check_merged, sync_tree
 from orbax_t5x.handlers.save.item_sums import publish_sums, write_published_sums
@@ -252,8 +252,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     def _stock_restore(self, directory: epath.Path) -> Any:
         metadata = read_metadata(directory)
         restored = restore_whole(self._orbax, directory, metadata)
-        lineage = recorded_lineage(directory, metadata)
-        self.history.note(directory, lineage, restored, is_planned=False)
+        self.history.note_stock(directory, metadata, restored)
         return restored
 
     # -- the rest

@@ -29,6 +29,7 @@ _FIX = (
     "where nothing was applied)"
 )
 
+
 class _RunItem(NamedTuple):
     """Item of a root."""
 
@@ -63,7 +64,7 @@ class RestoredHistory:
         self._states: dict[_RunItem, list[_State]] = {}
         # By item: all restores, in whatever root.
         self._restored: dict[str, list[_State]] = {}
-        self._own_plans = 0
+        self._own_plans: set[int] = set()
         self._lock = threading.Lock()
 
     @classmethod
@@ -71,30 +72,25 @@ class RestoredHistory:
         """Returns a registry's only history, or a new history without one."""
         return cls() if registry is None else _OF_REGISTRIES.setdefault(registry, cls())
 
-    def note(
-        self,
-        directory: str | os.PathLike[str],
-        lineage: Sequence[Mapping[str, Any]],
-        tree: Any,
-        *,
-        is_planned: bool = True,
-    ) -> None:
-        """Notes a restore.
-
-        Args:
-          directory: the item's.
-          lineage: rules behind the restored state.
-          tree: the restored state.
-          is_planned: whether a plan of this package restored it.
-        """
+    def note(self, directory: str | os.PathLike[str], lineage: Sequence[Mapping[str, Any]], tree: Any) -> None:
+        """Notes a restore of an item's directory, which `ExecutedPlans` has noted."""
         self.last = tuple(lineage)
         place, state = _place_of(directory), _State(leaves_digest(tree), self.last, len(ExecutedPlans.states))
         with self._lock:
-            self._own_plans += bool(lineage) and is_planned
+            if lineage:
+                self._own_plans.add(state.plans)
             item = EVERY_ITEM if place is None else place.item
             self._restored[item] = _appended(self._restored.get(item, []), state)
             if place is not None:
                 self._states[place] = _appended(self._states.get(place, []), state)
+
+    def note_stock(self, directory: epath.Path, metadata: Mapping[str, Any], tree: Any) -> None:
+        """Notes a restore by stock Orbax, without transforms, by the item's metadata."""
+        recorded = from_metadata(metadata.get("custom_metadata"), path=directory)
+        if recorded is None:
+            recorded = (UNRECORDED,) if lacks_record(directory) else ()
+        ExecutedPlans.note(tree, recorded)
+        self.note(directory, recorded, tree)
 
     def begin(self, root: str, item: str, lineage: Lineage) -> None:
         """Sets the lineage of a run that begins; `EVERY_ITEM` for all items."""
@@ -145,7 +141,7 @@ class RestoredHistory:
         with self._lock:
             items = list(self._restored) if place is None else [place.item, EVERY_ITEM]
             restored = [state for item in items for state in self._restored.get(item, [])]
-            has_other_plans = len(ExecutedPlans.states) > self._own_plans
+            has_other_plans = len(ExecutedPlans.states) > len(self._own_plans)
         lineages = [state.lineage for state in restored if state.leaves in (None, leaves)]
         if lineages or has_other_plans:
             return lineages
@@ -187,11 +183,3 @@ def _are_equal(lineages: Sequence[Lineage]) -> bool:
 
 def _history_name(item: str) -> str:
     return SINGLE_ITEMS[0] if item in SINGLE_ITEMS else item
-
-
-def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> Lineage:
-    """Returns the lineage of a state that was restored without transforms."""
-    recorded = from_metadata(metadata.get("custom_metadata"), path=directory)
-    if recorded is None:
-        return (UNRECORDED,) if lacks_record(directory) else ()
-    return recorded

@@ -184,28 +184,22 @@ class _RuleComparison:
 
     def problem(self, source: str) -> tuple[str, Fix] | None:
         """Returns message and fix if only the caller can decide."""
-        if not self._recorded or not self._given:
-            message, ways = "", []
-        elif self._is_unrecorded and self.rest:
+        entries = [*self._known, *(rule.entry for rule in self._given)]
+        ways = [_APPLIED, _NOT_APPLIED]
+        if self._is_unrecorded and self.rest:
             message = "nothing records what was applied to this state before it was saved"
-            ways = [_APPLIED, _NOT_APPLIED]
-        elif any(entry["digest"] is None for entry in (*self._known, *(rule.entry for rule in self._given))):
+        elif self._recorded and self._given and any(entry["digest"] is None for entry in entries):
             message = (
                 "rules were applied to this state before, and a lambda, a closure, a callable object or much data "
                 "cannot be compared with them"
             )
-            ways = [_APPLIED, _NOT_APPLIED]
-        else:
-            message, ways = "", []
-        if not message and self._repeated:
+        elif self._repeated:
             message, ways = "rules given were applied to this state before, in another order or form", [_APPLIED]
-        if message:
-            return f"{message}; {self._side_by_side()}", Fix.any_of(*self._new_rules(), *ways)
-        if source and self.rest and any("source" not in entry for entry in self._lineage):
-            return f"rules of all leaves were applied after those of the source {source!r}; {self._side_by_side()}", (
-                _AT_THE_END
-            )
-        return None
+        elif source and self.rest and any("source" not in entry for entry in self._lineage):
+            message, ways = f"rules of all leaves were applied after those of the source {source!r}", [_AT_THE_END]
+        else:
+            return None
+        return f"{message}; {self._side_by_side()}", Fix.any_of(*self._new_rules(), *ways)
 
     def _new_rules(self) -> list[Fix]:
         """Returns the fix that applies only the rules that the record lacks, if it is certain."""
@@ -250,15 +244,8 @@ def combine_decisions(records: Mapping[str, Lineage | None], decisions: Mapping[
     if not others:
         return first
     if len({(decision.problem is None, tuple(decision.skipped)) for decision in decisions.values()}) > 1:
-        answers = "; ".join(f"{name!r}: {_answer_text(decision)}" for name, decision in decisions.items())
-        message = f"the items of this step have differing records of what was applied to them: {answers}"
+        message = f"the items {', '.join(map(repr, decisions))} have differing records of what was applied to them"
         return Decision(problem=(message, Fix.setting("restore one item at a time with {}", item=...)))
     added = first.lineage[len(next(iter(records.values())) or ()) :]
     notes = dict.fromkeys(decision.note for decision in decisions.values() if decision.note)
     return dataclasses.replace(first, lineage=(*union(records.values()), *added), note="; ".join(notes))
-
-
-def _answer_text(decision: Decision) -> str:
-    if decision.problem is not None:
-        return "not decided"
-    return "applied already" if decision.is_resuming else f"{len(decision.skipped)} applied already"

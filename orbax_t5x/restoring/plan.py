@@ -232,13 +232,19 @@ Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
 
 
 class ExecutedPlans:
-    """Plans of this process that led to a state with rules behind it.
+    """Restores of this process that led to a state with rules behind it.
 
     Attributes:
       states: Digest of the restored tree's names, shapes and dtypes, and the recorded rules, of each.
     """
 
     states: ClassVar[list[tuple[str, Lineage]]] = []
+
+    @classmethod
+    def note(cls, tree: Any, lineage: Lineage) -> None:
+        """Notes a restored tree."""
+        if lineage:
+            cls.states.append((leaves_digest(tree), lineage))
 
 
 class PlanMigrations(NamedTuple):
@@ -398,8 +404,7 @@ class RestorePlan(Generic[_Restored]):
         self.report = report
         _record_read(report)
         restored = self.target.rebuild(values)
-        if self.lineage:
-            ExecutedPlans.states.append((leaves_digest(restored), self.lineage))
+        ExecutedPlans.note(restored, self.lineage)
         if is_logged:
             _logger.info("%s", _has_restored(self, report))
         return restored

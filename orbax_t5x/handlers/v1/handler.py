@@ -18,7 +18,7 @@ from etils import epath
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.restore.stock import read_metadata
-from orbax_t5x.handlers.run_lineage import RestoredHistory, recorded_lineage
+from orbax_t5x.handlers.run_lineage import RestoredHistory
 from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
@@ -149,8 +149,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
     async def _load_saved(self, directory: epath.Path, loading: Awaitable[Any]) -> Any:
         loaded = await loading
         if self._is_primary():
-            lineage = recorded_lineage(directory, read_metadata(directory))
-            self.history.note(directory, lineage, loaded, is_planned=False)
+            self.history.note_stock(directory, read_metadata(directory), loaded)
         return loaded
 
     # -- the rest
