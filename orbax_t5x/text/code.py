@@ -60,7 +60,7 @@ def code_lines(code: str, indent: str = "") -> list[str]:
     return [indent + call.head, *items, indent + call.tail]
 
 
-class _Call(NamedTuple):
+class _Bracketed(NamedTuple):
     """Code around the items of a bracket, and the items."""
 
     head: str
@@ -68,7 +68,7 @@ class _Call(NamedTuple):
     tail: str
 
 
-def _outer_call(code: str) -> _Call | None:
+def _outer_call(code: str) -> _Bracketed | None:
     """Splits code at its first bracket; brackets around a single bracket stay with it."""
     signs = list(_signs_outside_literals(code))
     if not signs:
@@ -82,11 +82,11 @@ def _outer_call(code: str) -> _Call | None:
         if depth == 0:
             break
     items = [code[one + 1 : other].strip() for one, other in itertools.pairwise(cuts)]
-    call = _Call(code[: start + 1], [item for item in items if item], code[cuts[-1] :])
+    call = _Bracketed(code[: start + 1], [item for item in items if item], code[cuts[-1] :])
     inner = _outer_call(call.items[0]) if len(call.items) == 1 else None
     if inner is None:
         return call if call.items else None
-    return _Call(call.head + inner.head, inner.items, inner.tail + call.tail)
+    return _Bracketed(call.head + inner.head, inner.items, inner.tail + call.tail)
 
 
 def _signs_outside_literals(code: str) -> Iterator[tuple[int, str]]:

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.joined_fixes import with_joined_fixes
@@ -24,7 +23,6 @@ from orbax_t5x.restoring.diagnose.unexplained import no_value, tied_logits, unex
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.planner import PlanInputs
 from orbax_t5x.restoring.sources import AUTO, FoundRules, OneSource
-from orbax_t5x.text.code import code_of
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import AssignmentMap
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -37,16 +35,20 @@ EXPLANATIONS = (no_value, other_optimizer, other_depth, other_shapes, unread_sca
 _NOTHING_MORE = Fix("")
 # Arguments with which a restore may end although a rule that is proposed before them is missing.
 _UNSAFE = frozenset({"strict", "fallback", "fallback_for"})
-_is_pack = on_demand.function("orbax_t5x.rules.pack", "is_pack")
 
 
 class _TriedRemedy(NamedTuple):
-    """A remedy with the problems that it leaves, and equal remedies."""
+    """A remedy with the problems that it leaves, equal remedies, and the leaves after it."""
 
     remedy: Remedy
     left: list[Problem]
     others: list[Remedy]
     after: Matcher
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Code goes before advice, then what leaves fewer problems."""
+        return self.remedy.advice is not None, len(self.left)
 
 
 def explain_failure(inputs: PlanInputs, matcher: Matcher) -> list[Problem]:
@@ -59,9 +61,8 @@ def explain_failure(inputs: PlanInputs, matcher: Matcher) -> list[Problem]:
     return _problems(matcher, inputs)
 
 
-def _remedied(inputs: PlanInputs, found: Matcher) -> list[Problem] | None:
+def _remedied(inputs: PlanInputs, matcher: Matcher) -> list[Problem] | None:
     """Returns the problems with the best remedy, or None."""
-    matcher, is_added = _matched_before(inputs, found)
     best = _best_remedy(matcher, inputs)
     if best is None:
         return None
@@ -78,10 +79,10 @@ def _remedied(inputs: PlanInputs, found: Matcher) -> list[Problem] | None:
     left = [problem for problem in left if problem not in causes]
     if left:
         message += f"; with the fix, {counted(len(left), 'problem is', 'problems are')} left, listed below"
-    if remedy.advice is not None or _unmatched(found, inputs).may_fill_unasked:
+    if remedy.advice is not None or _unmatched(matcher, inputs).may_fill_unasked:
         left = list(map(_in_words, left))  # right only after the fix, and a restore may end without it
     kind = "nothing_restored" if matcher.restores_nothing else "missing"
-    ways = [_fix_of_remedy(way, inputs, is_added=is_added) for way in (remedy, *others)]
+    ways = [_fix_of_remedy(way, inputs) for way in (remedy, *others)]
     fix = ways[0]
     if others and remedy.advice is None:
         # One text is enough for Python; another interface may have words for the others only.
@@ -102,19 +103,15 @@ def _best_remedy(matcher: Matcher, inputs: PlanInputs) -> _TriedRemedy | None:
     unmatched = _unmatched(matcher, inputs)
     best: _TriedRemedy | None = None
     for remedy in (remedy for hypothesis in REMEDIES for remedy in hypothesis(unmatched)):
-        if best is not None and not best.left and remedy.reason != best.remedy.reason:
+        if best is not None and best.rank == (False, 0) and remedy.reason != best.remedy.reason:
             break
-        if best is not None and best.remedy.advice is None and remedy.advice is not None:
-            continue
         after = _match_with(remedy, matcher, inputs)
-        if not _is_better(after, matcher):
-            continue
-        problems = _problems_after(remedy, after, matcher, inputs)
+        problems = _problems_after(remedy, after, matcher, inputs) if _is_better(after, matcher) else None
         if problems is None:
             continue
-        is_first_code = best is not None and best.remedy.advice is not None and remedy.advice is None
-        if best is None or is_first_code or len(problems) < len(best.left):
-            best = _TriedRemedy(remedy, problems, [], after)
+        tried = _TriedRemedy(remedy, problems, [], after)
+        if best is None or tried.rank < best.rank:
+            best = tried
         elif problems == best.left and remedy.reason == best.remedy.reason:
             best.others.append(remedy)
     return best
@@ -131,21 +128,6 @@ def _is_better(after: Matcher, before: Matcher) -> bool:
 def _unnamed(matcher: Matcher) -> set[str]:
     """Returns the target's names that the state dict lacks."""
     return {name for name in matcher.unfilled if name not in matcher.state}
-
-
-def _matched_before(inputs: PlanInputs, found: Matcher) -> tuple[Matcher, bool]:
-    """Returns the matcher to start from, and if a remedy is added.
-
-    A `Translate` or a rule pack that knew no name at all is one that should not have been given.
-    """
-    kinds = {problem.kind for problem in found.diagnostics.problems}
-    is_translate = "translate" in kinds and not found.state
-    is_pack = "unused_rule" in kinds and found.state.keys() == inputs.source.keys()
-    if len(inputs.transforms) != 1 or not (is_translate or (is_pack and _is_pack(inputs.transforms[0]))):
-        return found, True
-    matcher = inputs.match(inputs.source, Diagnostics(problems=list(inputs.before)))
-    matcher.entries()
-    return matcher, False
 
 
 def _match_with(remedy: Remedy, matcher: Matcher, inputs: PlanInputs) -> Matcher:
@@ -168,15 +150,13 @@ def _problems_after(remedy: Remedy, after: Matcher, before: Matcher, inputs: Pla
     return _problems(after, inputs if remedy.advice is None else dataclasses.replace(inputs, takes_rules=False))
 
 
-def _fix_of_remedy(remedy: Remedy, inputs: PlanInputs, *, is_added: bool) -> Fix:
+def _fix_of_remedy(remedy: Remedy, inputs: PlanInputs) -> Fix:
     if remedy.advice is not None:
         return Fix.setting(remedy.advice, transforms=AUTO) if "{}" in remedy.advice else Fix(remedy.advice)
     if remedy.item:
         return Fix.setting("pass {}", item=remedy.item)
     if remedy.is_instead:
         return Fix.setting("pass {}", transforms=remedy.transforms)
-    if not is_added:
-        return Fix.setting(f"pass {{}} in place of {code_of(inputs.transforms[0])}", transforms=remedy.transforms)
     if remedy.is_first:
         return Fix.setting("pass {}", transforms=(*remedy.transforms, *inputs.transforms))
     return _adding(remedy.transforms, inputs)

@@ -20,7 +20,6 @@ _find_layout = on_demand.function("orbax_t5x.rules.layouts", "find_layout")
 _find_rules = on_demand.function("orbax_t5x.rules.finding", "find_rules")
 _find_pack = on_demand.function("orbax_t5x.rules.inference", "find_pack")
 _pack_function = on_demand.function("orbax_t5x.rules.graph", "pack_function")
-_pack_to_t5x = on_demand.function("orbax_t5x.rules.graph", "pack_to_t5x")
 
 
 def needless_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
@@ -56,11 +55,12 @@ def other_pack(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         yield remedy
     elif _is_untranslated(unmatched):
         yield Remedy((transforms.Translate(),), _MESH_TF)
-    # The rules of the call may be written for the names that a pack makes.
+    # The rules of the call may be written for the names that a pack makes, or be those of another layout.
     if unmatched.transforms and all(map(_is_rule, unmatched.transforms)):
         first = pack_remedy(unmatched.source, unmatched.target.original)
         if first is not None:
             yield first._replace(is_first=True)
+            yield first._replace(is_instead=True, reason=f"{first.reason}, without the transforms of the call")
 
 
 def _is_rule(transform: Any) -> bool:
@@ -70,9 +70,7 @@ def _is_rule(transform: Any) -> bool:
 def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
     """Finds the pack from stored leaves to a target, or None."""
     pack = _find_pack(stored, target)
-    if pack is None:
-        return _aligned_pack(stored, target)
-    if not pack.steps:
+    if pack is None or not pack.steps:
         return None
     reason = f"a rule pack leads {pack.found.removesuffix(f': {pack.name}')}"
     if all(map(_is_prefix_rule, pack.parts)):
@@ -92,23 +90,6 @@ def _with_translate(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
 
 def _is_translation(part: Transform) -> bool:
     return part == _pack_function("mesh_tf_to_t5x")()
-
-
-def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
-    """Returns a pack and an alignment of its result."""
-    kind = _find_layout(stored).kind
-    if len(target) < _LEAST_ALIGNED or _pack_to_t5x(kind) is None:
-        return None
-    try:
-        found = _find_rules(stored, target)
-    except RestorePlanError:
-        return None
-    others = [part for part in found.parts if not _is_translation(part) and not isinstance(part, transforms.Drop)]
-    if kind == "mesh tf" and not (found.is_whole and others and any(map(_is_translation, found.parts))):
-        return None  # `Translate` by itself leads from those names to a part of a model, too
-    return Remedy(
-        _with_translate(found.parts), "a rule pack leads to a model that has other words for some parts of the names"
-    )
 
 
 def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:

@@ -17,10 +17,11 @@ from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.wording import leaves_text, listed
-from orbax_t5x.transforms import Chain, FollowOptimizer, Transform
+from orbax_t5x.transforms import Chain, FollowOptimizer, Rename, Transform
 from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
+from orbax_t5x.trees.flat import parents
 
 # Open leaves that are printed, folded, and readings of each.
 _SHOWN_OPEN = 20
@@ -187,12 +188,28 @@ def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
     transforms: Sequence[Transform] = moves_as_transforms(dict.fromkeys(moves.values()), names, list(target))
     if slots and transforms:
         transforms = [following(transforms)]
+    transforms = _runnable(transforms, source, target)
     states = _states(transforms, source, target)
     wrong = [name for name, move in moves.items() if not _is_made(states[-1].get(name), move, target[name])]
     for name in wrong:
         moves.open[name] = moves.pop(name).sources
     evidence = [_evidence(*pair, moves) for pair in itertools.pairwise(states)]
     return Alignment(tuple(transforms), tuple(evidence), dict(moves.open), moves, source, target)
+
+
+def _runnable(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> list[Transform]:
+    """Returns transforms that run one by one: a rule may match nothing, and names that meet on the way are one step."""
+    runnable: list[Transform] = []
+    (state,) = _states((), source, target)
+    has_clash = False
+    for transform in transforms:
+        notes = Diagnostics()
+        state = transform.apply(state, target, notes)
+        if isinstance(transform, Rename) and any(problem.kind == "unused_rule" for problem in notes.problems):
+            transform = dataclasses.replace(transform, require_match=False)
+        runnable.append(transform)
+        has_clash = has_clash or any(not state.keys().isdisjoint(parents(name)) for name in state)
+    return [Chain(runnable)] if has_clash and len(runnable) > 1 else runnable
 
 
 def following(transforms: Sequence[Transform]) -> FollowOptimizer:

@@ -8,11 +8,12 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.text.code import Code, code_lines
-from tests.restoring.diagnose.test_fixes_applied import MODEL, empty, renamed
 from tests.support.failed_plans import problems_of
 from tests.support.memory_checkpoint import checkpoint
+from tests.support.small_models import empty, model, renamed
 
 T = ot.transforms
+MODEL = model()
 MANY = tuple(T.Rename([(f"(.*)/it's, a ({i})/(.*)", rf"\1/new_{i}/\2"), (r'"\[\(\{', "b")]) for i in range(30))
 
 
