@@ -67,7 +67,7 @@ def other_shapes(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     tables = [name for name, pair in shapes.items() if changed_sizes(*pair) in vocabularies]
     others = [name for name in shapes if name not in tables]
     new = _fix_of_new(others, shapes, unmatched)
-    for name, pair in shapes.items():
+    for name in shapes:
         table = _parameter_of(name, tables)
         ways = _ways_of_table(table, *shapes[table]) if name in tables else new
         if unmatched.target.leaves[name].kind == "key":
