@@ -22,7 +22,7 @@ from orbax_t5x.restoring.diagnose.other_shapes import other_shapes
 from orbax_t5x.restoring.diagnose.unexplained import no_value, tied_logits, unexplained, unread_scales
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.planner import PlanInputs
-from orbax_t5x.restoring.sources import FoundRules
+from orbax_t5x.restoring.sources import AUTO, FoundRules
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import AssignmentMap
@@ -153,7 +153,7 @@ def _problems_after(remedy: Remedy, after: Matcher, before: Matcher, inputs: Pla
 
 def _fix_of_remedy(remedy: Remedy, inputs: PlanInputs) -> Fix:
     if remedy.advice is not None:
-        return Fix(remedy.advice)
+        return Fix.setting(remedy.advice, transforms=AUTO) if "{}" in remedy.advice else Fix(remedy.advice)
     if remedy.item:
         return Fix.setting("pass {}", item=remedy.item)
     if remedy.is_instead:

@@ -180,7 +180,7 @@ def _masked(name: str) -> Iterator[tuple[str, ...]]:
 def _differing_parts(theirs: str, ours: str) -> tuple[Pair, ...]:
     """Returns the parts in which names differ; nothing if they cannot be one name."""
     pairs: list[Pair] = []
-    for pair in zip(theirs.removesuffix("/value").split("/"), ours.split("/"), strict=True):
+    for pair in zip(*(name.removesuffix("/value").split("/") for name in (theirs, ours)), strict=True):
         old, new = (list(map(int, re.findall(r"\d+", part))) for part in pair)
         if pair[0] == pair[1]:
             continue
