@@ -119,7 +119,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("is_stock", [False, True], ids=["own step", "another writer's"])
 @pytest.mark.parametrize("is_given", [False, True], ids=["after the error", "at once"])
-def test_new_state_of_the_optimizer_begins_with_what_init_fn_gives(tmp_path, kind, is_stock, is_given):
+def test_new_state_of_the_optimizer_begins_with_what_init_fn_gives(tmp_path, kind, is_stock, is_given, caplog):
     save(tmp_path, is_stock)
     optimizer, new = OPTIMIZERS[kind]
     target = jax.eval_shape(lambda: state_of(parameters(), optimizer))
@@ -130,6 +130,8 @@ def test_new_state_of_the_optimizer_begins_with_what_init_fn_gives(tmp_path, kin
         problem, options = refusal(tmp_path, target, **options)
         assert "of the target are new to it" in problem.message and f"{new}/" in problem.message
     values = followed_twice(tmp_path, target, options)
+    (told,) = [record.getMessage() for record in caplog.records if "new to this step" in record.getMessage()]
+    assert f"{new}/" in told and "moments" not in told
     saved, initial = values_of(SAVED), values_of(state_of(parameters(), optimizer))
     assert values.keys() == initial.keys()
     for name, value in values.items():
