@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
@@ -25,6 +26,8 @@ def code_of(value: Any) -> str:
         return value.as_code()
     if _is_tuple(value) and not hasattr(value, "_fields"):  # tuples inside, such as rules, stay tuples
         return f"[{', '.join(repr(item) if _is_tuple(item) else code_of(item) for item in value)}]"
+    if inspect.isfunction(value) and value.__qualname__.isidentifier():
+        return value.__qualname__
     return repr(value.name if isinstance(value, np.dtype) else value)
 
 

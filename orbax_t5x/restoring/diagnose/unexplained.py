@@ -33,7 +33,7 @@ _LOOKUPS = 20
 _SHOWN_LEFTOVERS = 5
 _BARRED = "; no pattern of fallback_for lets the fallback fill it"
 
-_RENAME = Fix("give what the checkpoint has of it this name by a rule of ot.transforms.Rename")
+_RENAME = Fix("if the checkpoint has it under another name, add a rule of Rename")
 _LEAVE_OUT = Fix.by_target("put ... in the target to leave it out")
 # More patterns than these are no list that somebody checks.
 _MOST_PATTERNS = 8
