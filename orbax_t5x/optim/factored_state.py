@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.containers import STANDARD_ROOTS, is_step
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape, dims_by_size, possible_dims
-from orbax_t5x.optim.moments import GLUED, SlotNames
+from orbax_t5x.optim.moments import find_optimizer, plain_name
+from orbax_t5x.optim.optimizer_names import is_step
 
 _SLOTS = ("v_row", "v_col", "v")
 _PLACEHOLDER: Shape = (1,)
@@ -76,110 +77,152 @@ def match_slots(
     )
 
 
-def t5x_to_optax(
-    source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
+def convert_slots(
+    source: Mapping[str, Any], target: Mapping[str, Any], rules: Mapping[str, Sequence[FactorDim]] | None = None
 ) -> SlotConversion:
-    """Fills `optax.adafactor`'s state from a T5X Adafactor checkpoint.
+    """Pairs T5X's Adafactor slots on one side with `optax.adafactor`'s state on the other.
 
-    Source and target are shapes by name; the states may be anywhere in them.
+    The states may be anywhere in source and target. Which of the two is T5X's decides the direction; nothing is paired
+    where neither, or both, are.
+
+    Args:
+      source: Leaves of the checkpoint by name.
+      target: Leaves of the target by name.
+      rules: T5X's rules by the parameters' paths below their root.
     """
-    result = SlotConversion()
-    names = _Names(source, target)
-    for prefix, params in names.factored.items():
-        pairing = _Pairing(result, source, target, prefix, _entries(target, prefix), rules or {}, names, to_optax=True)
-        if _step(source) in source:
-            result.renames.update(dict.fromkeys(pairing.counters(), _step(source)))
-        for param in params:
-            pairing.convert(param)
-    return result
+    old, new = _Side(source), _Side(target)
+    # A state of an optimizer alone is that of the other side's parameters.
+    if not new.parameters:
+        new = _Side({**{name: old.leaves[name] for name in old.parameters.values()}, **target})
+    elif not old.parameters:
+        old = _Side({**{name: new.leaves[name] for name in new.parameters.values()}, **source})
+    for t5x, optax in ((old, new), (new, old)):
+        if t5x.slots and optax.chains:
+            pairing = _Pairing(SlotConversion(), t5x, optax, rules or {}, to_optax=t5x is old)
+            for node, slots in optax.chains.items():
+                pairing.convert(node, slots)
+            return pairing.result
+    return SlotConversion()
 
 
-def optax_to_t5x(
-    source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
-) -> SlotConversion:
-    """Fills a T5X Adafactor target from `optax.adafactor`'s state.
+class _Side:
+    """Adafactor's state among leaves.
 
-    See `t5x_to_optax`.
+    Attributes:
+      names: Names of the leaves.
+      leaves: Leaves by plain name.
+      slots: T5X's slots by kind and the parameters' paths.
+      chains: Optax's factored slots by node, and the same by kind and path.
+      fields: Names of the other leaves of optimizers by directory and field.
+      parameters: Names of the parameters by path.
     """
-    result = SlotConversion()
-    names = _Names(target, source)
-    for prefix, params in names.factored.items():
-        pairing = _Pairing(result, target, source, prefix, _entries(source, prefix), rules or {}, names, to_optax=False)
-        counter, *others = pairing.counters()
-        # A T5X checkpoint of an Optax optimizer has the step itself, too.
-        if STEPS[0] in source:
-            result.unused.append(counter)
-        else:
-            result.renames[STEPS[0]] = counter
-        result.unused.extend(others)
-        for param in params:
-            pairing.convert(param)
-    return result
+
+    def __init__(self, leaves: Mapping[str, Any]):
+        self.names = tuple(leaves)
+        self.leaves = {plain_name(name): leaf for name, leaf in leaves.items()}
+        self.slots: dict[str, dict[str, str]] = {}
+        self.chains: dict[str, dict[str, dict[str, str]]] = {}
+        self.parameters: dict[str, str] = {}
+        optimizer = find_optimizer(leaves)
+        self.fields = optimizer.fields
+        nodes: dict[str, dict[str, dict[str, str]]] = {}
+        for moments in optimizer.moments:
+            start = len(moments.root) + 1 if moments.root else 0
+            by_path = {parameter[start:]: slot for parameter, slot in moments.slots.items()}
+            self.parameters.update({parameter[start:]: parameter for parameter in moments.slots})
+            if moments.form == "kind last":
+                self.slots[moments.kind] = by_path
+            elif moments.form == "kind first":
+                nodes.setdefault(moments.node, {})[moments.kind] = by_path
+        is_factored = set(_SLOTS).issubset
+        self.slots = self.slots if is_factored(self.slots) else {}
+        self.chains = {node: kinds for node, kinds in nodes.items() if is_factored(kinds)}
+        chains = {node.rpartition("/")[0] for node in self.chains}
+        self.momentum = {
+            node.rpartition("/")[0]: kinds["ema"]
+            for node, kinds in nodes.items()
+            if "ema" in kinds and node.rpartition("/")[0] in chains
+        }
+
+    def shape(self, name: str) -> Shape:
+        return tuple(self.leaves[plain_name(name)].shape)
+
+    def shape_of(self, path: str) -> Shape | None:
+        """Returns the shape of a parameter, or None."""
+        name = self.parameters.get(path)
+        return None if name not in self.leaves else self.shape(name)
+
+    def counters(self, node: str) -> list[str]:
+        """Lists the counters of a factored state's chain, its own first."""
+        chain = node.rpartition("/")[0]
+        directories = [node, *(path for path in self.fields if path != node and path.rpartition("/")[0] == chain)]
+        return [self.fields[path]["count"] for path in directories if "count" in self.fields.get(path, {})]
+
+    @property
+    def step(self) -> str | None:
+        """Name of the step, T5X's or Flax's first."""
+        return next((name for name in (*STEPS, *filter(is_step, self.names)) if name in self.names), None)
 
 
 @dataclasses.dataclass
 class _Pairing:
-    """Matcher of a factored Optax state with T5X's slots.
-
-    `to_optax`: T5X's side is the source.
-    """
+    """Pairs of the leaves of two sides; with `to_optax` T5X's side is the source."""
 
     result: SlotConversion
-    t5x: Mapping[str, Shape]
-    optax: Mapping[str, Shape]
-    prefix: str
-    entries: list[str]
+    t5x: _Side
+    optax: _Side
     rules: Mapping[str, Sequence[FactorDim]]
-    names: _Names
     to_optax: bool
 
-    def counters(self) -> list[str]:
-        """Lists the step counters of the chain, the factored state's own first."""
-        others = (f"{entry}count" for entry in self.entries if entry != self.prefix)
-        return [f"{self.prefix}count", *(name for name in others if name in self.optax)]
+    def convert(self, node: str, optax: Mapping[str, Mapping[str, str]]) -> None:
+        """Adds the leaves of a factored Optax state to the result."""
+        counters, step = self.optax.counters(node), self.t5x.step
+        if self.to_optax:
+            self.result.renames.update(dict.fromkeys(counters, step) if step is not None else {})
+        else:
+            # A T5X checkpoint of an Optax optimizer has the step itself, too.
+            if step is not None and STEPS[0] not in self.optax.names and counters:
+                self.result.renames[step] = counters.pop(0)
+            self.result.unused.extend(counters)
+        for path in optax[_SLOTS[0]]:
+            self._convert_parameter(path, node, optax)
 
-    def convert(self, param: str) -> None:
-        """Adds the leaves of a parameter to the result."""
-        slots_of = self.names.t5x.get(param, f"{self.names.t5x_root}/{param}")
-        t5x_names = {slot: f"{slots_of}/{slot}" for slot in _SLOTS}
-        optax_names = {slot: f"{self.prefix}{slot}/{self.names.inner}{param}" for slot in _SLOTS}
-        shape = self.names.shapes.get(param)
-        absent = [name for name in t5x_names.values() if name not in self.t5x] or ([param] if shape is None else [])
+    def _convert_parameter(self, path: str, node: str, optax: Mapping[str, Mapping[str, str]]) -> None:
+        shape = self.t5x.shape_of(path) or self.optax.shape_of(path)
+        absent = [kind for kind in _SLOTS if path not in self.t5x.slots[kind] or path not in optax[kind]]
         if shape is None or absent:
-            message = f"needed to convert Adafactor's state of {param}"
-            self.result.problems.append(Problem("missing", absent[0], message, _RESET))
+            message = f"T5X's slots and Optax's are both needed to convert Adafactor's state of {path}"
+            slots = next((slots[path] for slots in self.t5x.slots.values() if path in slots), path)
+            leaf = f"{slots.rpartition('/')[0]}/{absent[0]}" if absent else slots
+            self.result.problems.append(Problem("missing", leaf, message, _RESET))
             return
         try:
             matched = match_slots(
                 shape,
-                {slot: self.t5x[name] for slot, name in t5x_names.items()},
-                {slot: self.optax[name] for slot, name in optax_names.items()},
-                self.rules.get(param),
+                {kind: self.t5x.shape(self.t5x.slots[kind][path]) for kind in _SLOTS},
+                {kind: self.optax.shape(optax[kind][path]) for kind in _SLOTS},
+                self.rules.get(path),
             )
         except ValueError as error:
-            self._problem((optax_names if self.to_optax else t5x_names)["v_row"], str(error))
+            self._problem((optax if self.to_optax else self.t5x.slots)["v_row"][path], str(error))
             return
-        for optax_slot, t5x_slot in matched.items():
-            self._pair(optax_names[optax_slot], t5x_names[t5x_slot])
-        self._convert_momentum(param, shape)
+        for optax_kind, t5x_kind in matched.items():
+            self._pair(optax[optax_kind][path], self.t5x.slots[t5x_kind][path])
+        self._convert_momentum(path, shape, node)
 
-    def _convert_momentum(self, param: str, shape: Shape) -> None:
-        """Adds the momentum.
-
-        It is the state of Optax's `ema`, and T5X's m, which is a placeholder if there is no momentum.
-        """
-        m = f"{self.names.t5x.get(param)}/m"
-        if m not in self.t5x:
+    def _convert_momentum(self, path: str, shape: Shape, node: str) -> None:
+        """Pairs the state of Optax's `ema` with T5X's `m`, which is a placeholder if there is no momentum."""
+        momentum = self.t5x.slots.get("m", {}).get(path)
+        if momentum is None:
             return
-        in_entries = (f"{entry}ema/{self.names.inner}{param}" for entry in self.entries)
-        ema = next((name for name in in_entries if name in self.optax), None)
-        keeps_momentum = self.t5x[m] == shape and (shape != _PLACEHOLDER or ema is not None)
+        ema = self.optax.momentum.get(node.rpartition("/")[0], {}).get(path)
+        keeps_momentum = self.t5x.shape(momentum) == shape and (shape != _PLACEHOLDER or ema is not None)
         if ema is not None and keeps_momentum:
-            self._pair(ema, m)
+            self._pair(ema, momentum)
         elif ema is None and not keeps_momentum:
-            (self.result.unused if self.to_optax else self.result.placeholders).append(m)
+            (self.result.unused if self.to_optax else self.result.placeholders).append(momentum)
         else:
-            self._problem(ema or m, "only one of T5X (beta1) and Optax (momentum) keeps momentum")
+            self._problem(ema or momentum, "only one of T5X (beta1) and Optax (momentum) keeps momentum")
 
     def _pair(self, optax_name: str, t5x_name: str) -> None:
         to, origin = (optax_name, t5x_name) if self.to_optax else (t5x_name, optax_name)
@@ -189,47 +232,5 @@ class _Pairing:
         self.result.problems.append(Problem("optimizer", leaf, f"no exact conversion: {message}", _RESET))
 
 
-def _step(names: Mapping[str, Shape]) -> str:
-    """Returns the name of the step, T5X's or Flax's first."""
-    return next((name for name in (*STEPS, *filter(is_step, names)) if name in names), STEPS[0])
-
-
 def _is_whole(slots: Mapping[str, Shape], shape: Shape) -> bool:
     return tuple(slots["v"]) == tuple(shape)
-
-
-class _Names:
-    """Parameters with T5X's slots and with Optax's.
-
-    Attributes:
-      t5x: the path of each parameter's slots in T5X's state, which is `t5x_root`.
-      factored: the parameters of each factored Optax state, by its fields' prefix; `inner` is before their paths.
-      shapes: of parameters.
-    """
-
-    def __init__(self, t5x: Mapping[str, Shape], optax: Mapping[str, Shape]):
-        self.t5x: dict[str, str] = {}
-        self.t5x_root = STANDARD_ROOTS[0][1]
-        self.factored: dict[str, list[str]] = {}
-        self.inner = ""
-        self.shapes: dict[str, Shape] = {}
-        for leaves in (optax, t5x):
-            known = SlotNames.among(leaves)
-            for name, slot in known.slots(leaves).items():
-                if slot.kind != _SLOTS[0] or slot.tree.form == GLUED or (slot.tree.kind_first and leaves is t5x):
-                    continue
-                self.shapes.setdefault(slot.param, leaves[known.param_name(slot)])
-                if not slot.tree.kind_first:
-                    self.t5x[slot.param] = name.removesuffix(f"/{slot.kind}")
-                    continue
-                fields = f"{known.directory(slot.tree)}/"
-                if f"{fields}count" in leaves and all(known.slot_name(slot._replace(kind=k)) in leaves for k in _SLOTS):
-                    self.factored.setdefault(fields, []).append(slot.param)
-                    self.inner = name.removeprefix(f"{fields}{slot.kind}/").removesuffix(slot.param)
-
-
-def _entries(names: Mapping[str, Shape], prefix: str) -> list[str]:
-    """Lists the entries' prefixes of a factored state's chain."""
-    chain = prefix[: prefix.rstrip("/").rfind("/") + 1]
-    entries = (name[len(chain) :].partition("/")[0] for name in names if name.startswith(chain))
-    return [f"{chain}{entry}/" for entry in dict.fromkeys(entries)]

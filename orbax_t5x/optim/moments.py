@@ -1,269 +1,489 @@
-"""Finds an optimizer's moments by structure.
+"""Finds the moments of optimizers among a state's leaves, by names and shapes alone.
 
-A leaf belongs to a parameter if it is in a tree of the parameters' names: `0/mu/<path>`, `0/mu/params/<path>`,
-`inner_states/a/inner_state/0/trace/<path>`, `<path>/v_row`, and in bundles `<path>_slot_vr`.
+Names answer one question: which of several equal trees the parameters are. All else is structure. A directory whose
+leaves repeat the parameters, name by name and with fitting shapes, is a moment; the directory above it is its node,
+and the leaves that stand beside the moment in it (counts) belong to it. Scalars, PRNG keys and integers never decide
+what a moment is. The ending `/value`, which Orbax gives variables of Flax NNX, is left out of all comparisons: a leaf
+is never also a directory.
+
+What is not understood is never moved by its name: an array of an optimizer that repeats a parameter's name in an
+unknown form is listed in `OptimizerState.unknown`, and parameters that could be either of several trees in `unclear`.
+The cost is linear in the leaves, since endings that many leaves share are not compared.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
-from orbax_t5x.optim.containers import SLOT_MAP, STANDARD_ROOTS, base_of, find_roots, is_counted
+from orbax_t5x.optim.optimizer_names import (
+    GLUED_KINDS,
+    KINDS,
+    glued_parameter,
+    has_copy_word,
+    is_container,
+    is_state,
+    may_tell_optimizer,
+)
+from orbax_t5x.trees.flat import parents, prefixed
 
-KIND_FIRST, KIND_LAST, GLUED = "{kind}/{param}", "{param}/{kind}", "{param}_slot"
-"""Forms of a slot's name: Optax's, T5X's and Mesh TensorFlow's."""
-_INNER = "params"
-_KIND_FIRST_INNER = f"{{kind}}/{_INNER}/{{param}}"
+Shape = tuple[int, ...]
+Form = Literal["kind first", "kind last", "glued"]
+"""Order of a moment's names: Optax's `mu/<path>`, T5X's `<path>/v_row`, Mesh TensorFlow's `<path>_slot_vr`."""
 
-
-class StateRoot(NamedTuple):
-    """A train state: its source and the index of its roots."""
-
-    source: str
-    number: int
-
-
-class SlotTree(NamedTuple):
-    """A path of slots in an optimizer, and their names' form."""
-
-    state: StateRoot
-    path: str
-    form: str
-
-    @property
-    def kind_first(self) -> bool:
-        """True for Optax's names."""
-        return self.form.startswith(KIND_FIRST[:6])
+# Parameters in a train state; below them the words of optimizers are modules.
+_PARAMETER_ROOTS = frozenset({"params", "target"})
+_USUAL_ROOTS = frozenset({"params", "model", "target"})
+_OPTIMIZER_WORDS = frozenset({"opt", "optim", "optimizer", "state", "states", "param", "step", "value"})
+# Flax puts this between a kind and the paths where an optimizer was made for `{"params": …}`.
+_INNER_ROOT = "params"
+# An ending that more leaves share, such as `kernel`, tells nothing, and comparing it would cost the square.
+_MOST_PLACES = 64
 
 
-class Slot(NamedTuple):
-    """An optimizer's leaf of a kind (`mu`) for a parameter."""
-
-    tree: SlotTree
-    kind: str
-    param: str
+def plain_name(name: str) -> str:
+    """Returns a leaf's name without the ending that Orbax gives variables of Flax NNX."""
+    return name.removesuffix("/value")
 
 
-@dataclasses.dataclass(frozen=True)
-class SlotNames:
-    """Finder of parameters and slots among names.
+@dataclasses.dataclass
+class Moments:
+    """Leaves of one kind that an optimizer keeps for its parameters, or a copy of the parameters.
 
     Attributes:
-      roots: pairs (root of parameters, root of the optimizer's state).
+      root: Root of the parameters' names.
+      node: Directory of the moments, in which their counts are.
+      kind: Name of the moment, such as `mu`; the name of the directory for a copy.
+      form: Order of kind and path in the names.
+      slots: Names of the leaves by their parameters' plain names.
+      inner: Directory between the kind and the paths, or empty.
+      ending: `/value`, or empty.
+      is_copy: True for a copy of the parameters, such as an average, outside the optimizer.
     """
 
-    roots: Sequence[tuple[str, str]] = STANDARD_ROOTS
+    root: str
+    node: str
+    kind: str
+    form: Form
+    slots: dict[str, str]
+    inner: str = ""
+    ending: str = ""
+    is_copy: bool = False
 
-    @classmethod
-    def among(cls, leaves: Mapping[str, Any]) -> SlotNames:
-        """Finds the roots of leaves by structure."""
-        standard = cls()
-        found = [pair for pair in find_roots(leaves).pairs if pair not in STANDARD_ROOTS and any(pair)]
-        # Standard roots below a source's name are the same pair for every source.
-        found = [pair for pair in found if not standard._have(*pair)]
-        is_bundle = any(base_of(name) in leaves for name in leaves if "_slot_" in name)
-        return cls((*found, *STANDARD_ROOTS, *((("", ""),) if is_bundle else ())))
-
-    def _have(self, params: str, state: str) -> bool:
-        found = [self._split(f"{root}/-", side) for side, root in enumerate((params, state))]
-        return all(one is not None and one[1] == "-" for one in found) and found[0] == found[1]
-
-    def _split(self, name: str, side: int) -> tuple[StateRoot, str] | None:
-        """Splits a name at a root: of parameters (0) or state (1)."""
-        for source in ("", name.split("/", 1)[0] + "/"):
-            for number, root in enumerate(self.roots):
-                start = f"{source}{root[side]}/" if root[side] else source
-                # In a bundle slots are beside parameters, and found by their names' ends.
-                is_apart = any(root) or (side == 0 and not source)
-                if is_apart and name.startswith(start) and len(name) > len(start):
-                    if not _is_of(name, source, root, 1 - side):
-                        return StateRoot(source, number), name[len(start) :]
-        return None
-
-    def param(self, name: str) -> tuple[StateRoot, str] | None:
-        """Returns a parameter's state and path, or None."""
-        return self._split(name, 0)
-
-    def param_name(self, slot: Slot) -> str:
-        """Returns the name of a slot's parameter."""
-        state = slot.tree.state
-        return "/".join(filter(None, (state.source + self.roots[state.number][0], slot.param)))
-
-    def directory(self, tree: SlotTree) -> str:
-        """Returns the path of a tree of slots."""
-        return "/".join(filter(None, (tree.state.source + self.roots[tree.state.number][1], tree.path)))
-
-    def slot_name(self, slot: Slot) -> str:
-        """Returns the name of an optimizer leaf."""
-        if slot.tree.form == GLUED:
-            return slot.param + next((end for end, kind in SLOT_MAP.items() if kind == slot.kind), f"_slot_{slot.kind}")
-        rest = slot.tree.form.format(kind=slot.kind, param=slot.param).strip("/")
-        return "/".join(filter(None, (self.directory(slot.tree), rest)))
-
-    def slots(self, leaves: Mapping[str, Any]) -> dict[str, Slot]:
-        """Returns the slots among leaves, by name."""
-        result = dict(self._glued(leaves))
-        params: dict[StateRoot, dict[str, Any]] = {}
-        for name, value in leaves.items():
-            found = self.param(name) if name not in result else None
-            if found is not None:
-                params.setdefault(found[0], {})[found[1]] = value
-        states = {state: _StateSlots(state, of_state) for state, of_state in params.items()}
-        for name, value in leaves.items():
-            found = self._split(name, 1)
-            if found is not None and found[0] in states:
-                states[found[0]].add(name, found[1].split("/"), value)
-        for state, slots in states.items():
-            result.update(slots.found(is_t5x=self.roots[state.number][1].endswith("param_states")))
-        return result
-
-    def _glued(self, leaves: Mapping[str, Any]) -> Iterator[tuple[str, Slot]]:
-        """Yields the slots of a bundle."""
-        for name in leaves if ("", "") in self.roots else ():
-            base = base_of(name)
-            if base in leaves:
-                tree = SlotTree(StateRoot("", self.roots.index(("", ""))), "", GLUED)
-                yield name, Slot(tree, SLOT_MAP[name[len(base) :]], base)
+    def name_for(self, parameter: str, root: str | None = None) -> str:
+        """Returns the name of the leaf for a parameter, which may be new."""
+        root = self.root if root is None else root
+        path = parameter.removeprefix(f"{root}/") if root else parameter
+        if self.form == "glued":
+            return parameter + next(ending for ending, kind in GLUED_KINDS.items() if kind == self.kind)
+        parts = (self.node, path, self.kind) if self.form == "kind last" else (self.node, self.kind, self.inner, path)
+        return "/".join(filter(None, parts)) + self.ending
 
 
-class _SlotReading(NamedTuple):
-    """A leaf as a slot.
+@dataclasses.dataclass
+class OptimizerState:
+    """Moments among leaves, and the other leaves of their optimizers.
 
-    `is_scalar`: a number for an array; `fits`: its dimensions are some of its parameter's.
+    Attributes:
+      moments: Moments and copies.
+      boxes: Directories of the optimizers' states.
+      fields: Names of the boxes' other leaves, by their directory and then by the last part of their plain names.
+      unknown: Parameters of arrays in a box that repeat their names in an unknown form, by the arrays' names.
+      unclear: Roots that may be the parameters of a directory of moments.
     """
 
-    slot: Slot
-    is_number: bool
-    is_scalar: bool
-    fits: bool
+    moments: list[Moments] = dataclasses.field(default_factory=list[Moments])
+    boxes: list[str] = dataclasses.field(default_factory=list[str])
+    fields: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict[str, dict[str, str]])
+    unknown: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    unclear: dict[str, list[str]] = dataclasses.field(default_factory=dict[str, list[str]])
+
+    def parameters_of_slots(self) -> dict[str, str]:
+        """Returns the plain names of the parameters, by the names of their slots; copies are no slots."""
+        return {
+            slot: parameter
+            for moments in self.moments
+            if not moments.is_copy
+            for parameter, slot in moments.slots.items()
+        }
+
+    def has(self, name: str) -> bool:
+        """Returns True if a leaf belongs to an optimizer."""
+        return any(is_below(name, box) for box in self.boxes)
 
 
-class _StateSlots:
-    """Finder of a train state's slots by structure.
+def is_below(name: str, directory: str) -> bool:
+    """Returns True if a name is a directory's or below it; all names are below an empty directory."""
+    return not directory or name == directory or name.startswith(f"{directory}/")
 
-    Slots form trees: below `<path>/<kind>/` are the names of parameters (of all kinds of one path together), or below
-    `<path>/` are the names of parameters with a kind each. The tree that takes most leaves counts first, and no other
-    tree has leaves inside it or around it. So `0/count` is no slot of a parameter `0`, nor `0/mu/nu` one of `mu`.
+
+def find_optimizer(leaves: Mapping[str, Any], roots: Iterable[tuple[str, str]] | None = None) -> OptimizerState:
+    """Finds the moments of optimizers among leaves.
+
+    Args:
+      leaves: Leaves by name; anything with `shape` and `dtype`, or Python scalars.
+      roots: Pairs (root of the parameters, directory of their optimizer's state); None finds them.
+    """
+    if roots is None and not any(map(may_tell_optimizer, leaves)):
+        return OptimizerState()
+    search = _Search(leaves)
+    if roots is None:
+        pairs = search.pairs()
+    else:
+        pairs = {state.strip("/"): parameters.strip("/") for parameters, state in roots}
+    for box, root in pairs.items():
+        search.add_box(box, root)
+    if roots is None:
+        search.add_states()
+        search.add_glued()
+        search.add_copies()
+    return search.result
+
+
+class _Search:
+    """Search for moments; `result` grows by what is found.
+
+    Attributes:
+      names: Names of the leaves by their plain names.
+      marks: Position of the first optimizer's word in the parts of each plain name.
     """
 
-    def __init__(self, state: StateRoot, params: Mapping[str, Any]):
-        self._state = state
-        self._params = {path: _shape_and_dtype(value) for path, value in params.items()}
-        self._paths: dict[str, str] = {}
-        self._sizes: collections.Counter[str] = collections.Counter()
-        # tree -> the directory with names of parameters -> name -> reading
-        self._trees: dict[SlotTree, dict[str, dict[str, _SlotReading]]] = {}
+    def __init__(self, leaves: Mapping[str, Any]):
+        self.result = OptimizerState()
+        self.names = {plain_name(name): name for name in leaves}
+        self._empty = {plain_name(name) for name, leaf in leaves.items() if leaf is None}
+        self._shapes = {plain: _array_shape(leaves[name]) for plain, name in self.names.items()}
+        self._counts = {plain for plain, name in self.names.items() if _is_count_or_key(leaves[name])}
+        self._parts = {plain: plain.split("/") for plain in self.names}
+        self.marks = {plain: mark for plain, parts in self._parts.items() if (mark := _mark(parts)) is not None}
+        # Roots of parameters that were accepted, and the directories that have their parameters in them.
+        self._roots: dict[str, set[str]] = {}
+        self._directories: set[str] = set()
 
-    def add(self, name: str, parts: Sequence[str], value: Any) -> None:
-        """Adds a leaf of the optimizer, by the parts of its path."""
-        leaf = _shape_and_dtype(value)
-        self._paths[name] = "/".join(parts)
-        self._sizes.update("/".join(parts[:end]) for end in range(len(parts)))
-        for start in range(len(parts)):
-            above, param = list(parts[:start]), "/".join(parts[start:])
-            form = KIND_FIRST
-            if len(above) > 1 and above[-1] == _INNER and not above[-2].isdecimal():
-                form = _KIND_FIRST_INNER
-                above.pop()
-            tree = SlotTree(self._state, "/".join(above[:-1]), form)
-            self._read(name, Slot(tree, above[-1] if above else "", param), "/".join(parts[:start]), leaf)
-            directory = "/".join(parts[:start])
-            tree = SlotTree(self._state, directory, KIND_LAST)
-            self._read(name, Slot(tree, parts[-1], "/".join(parts[start:-1])), directory, leaf)
+    # -- which tree the parameters are
 
-    def _read(self, name: str, slot: Slot, directory: str, leaf: _ShapeAndDtype | None) -> None:
-        if slot.param not in self._params:
+    def pairs(self) -> dict[str, str]:
+        """Returns the roots of the parameters by the box of their optimizer."""
+        if not self.marks:
+            return {}
+        endings = self._endings(self.marks)
+        votes: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+        for plain, mark in self.marks.items():
+            if self._is_array(plain):
+                for directory, root, parameter in self._repeated(plain, mark, endings):
+                    votes[directory, root].add(parameter)
+        by_directory: dict[str, list[str]] = collections.defaultdict(list)
+        for directory, root in votes:
+            if self._is_told(directory, root, votes):
+                by_directory[directory].append(root)
+        best = {directory: _best_roots(directory, roots, votes) for directory, roots in by_directory.items()}
+        accepted: dict[str, str] = {}
+        for directory in sorted(best, key=lambda path: (-len(votes[path, best[path][0]]), not best[path][0])):
+            names = votes[directory, best[directory][0]]
+            if directory in self._directories or not self._may_be_root(best[directory], names, accepted):
+                continue
+            if len(best[directory]) > 1:
+                self.result.unclear[directory] = best[directory]
+                continue
+            root = best[directory][0]
+            accepted[directory] = root
+            self._roots.setdefault(root, set()).update(names)
+            self._directories.update(parent for name in names for parent in parents(name))
+        return {self._box(directory, accepted): root for directory, root in accepted.items()}
+
+    def _is_told(self, directory: str, root: str, votes: Mapping[tuple[str, str], set[str]]) -> bool:
+        """Returns True if more than a kind's name says that a directory is a moment."""
+        if any(map(is_container, directory.split("/"))):
+            return True
+        node, _, kind = directory.rpartition("/")
+        if has_copy_word(kind) and not node.rpartition("/")[2].isdecimal():
+            return False
+        siblings = {
+            path.rpartition("/")[2] for path, other in votes if other == root and path.rpartition("/")[0] == node
+        }
+        if len(siblings & KINDS) > 1 or prefixed(node, "count") in self.names:
+            return True
+        arrays = {plain for plain in self.names if is_below(plain, root) and self._is_array(plain)}
+        return bool(root) and kind in KINDS and len(arrays) > 1 and votes[directory, root] == arrays
+
+    def _endings(self, marks: Mapping[str, int]) -> dict[str, list[str]]:
+        """Returns the plain names by each of their endings whose beginning has no optimizer's word."""
+        endings: dict[str, list[str]] = collections.defaultdict(list)
+        for plain, parts in self._parts.items():
+            for start in range(min(marks.get(plain, len(parts) - 1), len(parts) - 1) + 1):
+                endings["/".join(parts[start:])].append(plain)
+        return endings
+
+    def _repeated(self, plain: str, mark: int, endings: Mapping[str, list[str]]) -> Iterator[tuple[str, str, str]]:
+        """Yields the directory, root and parameter of the longest ending that a parameter has, too."""
+        parts = self._parts[plain]
+        for end in (len(parts), len(parts) - 1):
+            for start in range(mark + 1, end):
+                ending = "/".join(parts[start:end])
+                places = endings.get(ending, ())
+                fitting = [name for name in places if name != plain and self._fits(plain, name)]
+                if not fitting or len(places) > _MOST_PLACES:
+                    continue
+                for name in fitting:
+                    yield "/".join(parts[:start]), name.removesuffix(ending).rstrip("/"), name
+                # A module of the model may be called as a moment is, a moment as a module, and a kind as a root.
+                if parts[start] not in KINDS and parts[start] != _INNER_ROOT:
+                    return
+
+    def _may_be_root(self, roots: Sequence[str], names: Collection[str], accepted: Iterable[str]) -> bool:
+        """Returns False if a root is inside or around a root that was accepted, or beside moments in their node."""
+        nodes = set(filter(None, (directory.rpartition("/")[0] for directory in accepted)))
+        return not any(
+            any(_overlap(root, names, known, self._roots[known]) for known in self._roots if known != root)
+            or any(is_below(root, node) for node in nodes)
+            for root in roots
+        )
+
+    def _box(self, directory: str, accepted: Mapping[str, str]) -> str:
+        """Returns the shortest beginning of a directory with neither parameters nor other parameters' moments."""
+        others = [path for path, root in accepted.items() if root != accepted[directory]]
+        beginnings = [*reversed(list(parents(directory))), directory]
+        for box in sorted(beginnings, key=len):
+            if box not in self._directories and not any(is_below(path, box) for path in others):
+                return box
+        return directory
+
+    # -- what is in a box
+
+    def add_box(self, box: str, root: str) -> None:
+        """Adds the moments and fields of an optimizer's state."""
+        if any(is_below(box, known) for known in self.result.boxes):
             return
-        param = self._params[slot.param]
-        is_number = leaf is not None and leaf.shape == ()
-        is_scalar, fits = False, True
-        if leaf is not None and param is not None:
-            if is_number and is_counted(leaf) and not is_counted(param):
-                return  # a counter
-            is_scalar = is_number and param.shape != ()
-            # Factored moments have some of the dimensions.
-            dims = collections.Counter(leaf.shape) - collections.Counter((*param.shape, 1))
-            fits = not is_scalar and not dims
-        if not is_scalar or slot.tree.kind_first:
-            self._trees.setdefault(slot.tree, {}).setdefault(directory, {})[name] = _SlotReading(
-                slot, is_number, is_scalar, fits
-            )
+        self.result.boxes.append(box)
+        inside = {plain: parts for plain, parts in self._parts.items() if is_below(plain, box)}
+        paths = {plain for plain in self.names if is_below(plain, root) and plain not in inside}
+        depth = len(box.split("/"))
+        remaining = self._visit(list(inside), depth, self._add_kind_first, root, paths)
+        remaining = self._visit(remaining, depth, self._add_kind_last, root, paths)
+        for plain in self._add_numbers(remaining, root, paths):
+            if self._is_array(plain) and (parameter := self._named_in(plain, depth, root, paths)) is not None:
+                self.result.unknown[self.names[plain]] = parameter
+                continue
+            directory, _, field = plain.rpartition("/")
+            self.result.fields.setdefault(directory, {})[field] = self.names[plain]
 
-    def found(self, *, is_t5x: bool) -> dict[str, Slot]:
-        """Returns the slots by name."""
+    def _visit(self, plains: list[str], depth: int, add: Callable[..., bool], root: str, paths: set[str]) -> list[str]:
+        """Adds the shallowest directories all of whose leaves repeat parameters; returns the other leaves."""
+        groups: dict[str, list[str]] = collections.defaultdict(list)
+        remaining: list[str] = []
+        for plain in plains:
+            parts = self._parts[plain]
+            if len(parts) > depth:
+                groups["/".join(parts[:depth])].append(plain)
+            else:
+                remaining.append(plain)
+        for directory, group in groups.items():
+            if any(map(self._is_array, group)) and add(directory, group, depth, root, paths):
+                continue
+            remaining += self._visit(group, depth + 1, add, root, paths)
+        return remaining
 
-        def order(tree: SlotTree) -> tuple[Any, ...]:
-            fitting = sum(reading.fits for readings in self._trees[tree].values() for reading in readings.values())
-            others = sum(self._sizes[directory] - len(readings) for directory, readings in self._trees[tree].items())
-            is_usual = not (tree.kind_first or tree.path) if is_t5x else tree.kind_first
-            return -fitting, others, not is_usual
+    def _add_kind_first(self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]) -> bool:
+        """Adds a moment in Optax's form; returns False if the directory is none."""
+        node, _, kind = directory.rpartition("/")
+        for inner in ("", _INNER_ROOT):
+            start = depth + bool(inner)
+            if inner and any(self._parts[plain][depth : depth + 1] != [inner] for plain in plains):
+                continue
+            slots = {prefixed(root, "/".join(self._parts[plain][start:])): plain for plain in plains}
+            if self._repeats(slots, paths):
+                self._append(root, node, kind, "kind first", slots, inner)
+                return True
+        return False
 
-        result: dict[str, Slot] = {}
+    def _add_kind_last(self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]) -> bool:
+        """Adds moments in T5X's form; returns False if the directory has others."""
+        by_kind: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        for plain in plains:
+            parts = self._parts[plain]
+            # T5X writes None for a parameter that an optimizer of several leaves to another.
+            end = len(parts) if plain in self._empty else len(parts) - 1
+            by_kind["".join(parts[end:])][prefixed(root, "/".join(parts[depth:end]))] = plain
+        if not all(self._repeats(slots, paths) for slots in by_kind.values()):
+            return False
+        for name, slots in by_kind.items():
+            self._append(root, directory, name, "kind last", slots)
+        return True
+
+    def _add_numbers(self, plains: Sequence[str], root: str, paths: set[str]) -> list[str]:
+        """Adds numbers for each parameter beside moments, or of their kinds; returns the other leaves."""
+        nodes = {moments.node for moments in self.result.moments}
+        kinds = {moments.kind for moments in self.result.moments}
+        groups: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        for plain in plains:
+            for directory in parents(plain):
+                node, _, kind = directory.rpartition("/")
+                if (node in nodes or kind in kinds) and kind != "hyperparams":
+                    groups[directory][prefixed(root, plain.removeprefix(f"{directory}/"))] = plain
         taken: set[str] = set()
-        for tree in sorted(self._trees, key=order):
-            free = {
-                path: {
-                    name: one
-                    for name, one in readings.items()
-                    if name not in result and not _is_inside(self._paths[name], taken)
-                }
-                for path, readings in self._trees[tree].items()
-                if is_t5x or not any(_is_inside(one, {path}) for one in taken)
-            }
-            # A scalar belongs to an array only beside other state of the same array, as in Novograd.
-            arrays = {one.slot.param for found in free.values() for one in found.values() if not one.is_scalar}
-            slots = {
-                name: reading.slot
-                for found in free.values()
-                for name, reading in found.items()
-                if reading.slot.param in arrays
-            }
-            # Hyperparameters and fields of a state may have the name of a parameter that is a number.
-            may_be_others = any(
-                path.endswith("hyperparams") or self._sizes[path] > len(found) for path, found in free.items() if found
-            ) and all(one.is_number for found in free.values() for one in found.values())
-            if slots and (not may_be_others or arrays == self._params.keys()):
-                result.update(slots)
-                taken.update(path for path in free if path)
-        return result
+        for directory, slots in groups.items():
+            is_float = self._counts.isdisjoint(slots.values())
+            if is_float and slots.keys() <= paths and not any(map(self._is_array, slots.values())):
+                self._append(root, *directory.rpartition("/")[::2], "kind first", slots)
+                taken.update(slots.values())
+        return [plain for plain in plains if plain not in taken]
 
+    def _append(
+        self, root: str, node: str, kind: str, form: Form, slots: Mapping[str, str], inner: str = "", **fields: Any
+    ) -> None:
+        named = {parameter: self.names[plain] for parameter, plain in slots.items()}
+        ending = "/value" if all(name.endswith("/value") for name in named.values()) else ""
+        self.result.moments.append(Moments(root, node, kind, form, named, inner, ending, **fields))
 
-class _ShapeAndDtype(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
-def _shape_and_dtype(value: Any) -> _ShapeAndDtype | None:
-    """Returns an array's shape and dtype, or None."""
-    if isinstance(value, bool | int | float | complex):
-        value = np.asarray(value)
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    try:
-        return None if shape is None or dtype is None else _ShapeAndDtype(tuple(shape), np.dtype(dtype))
-    except TypeError:  # a typed PRNG key
+    def _named_in(self, plain: str, depth: int, root: str, paths: set[str]) -> str | None:
+        """Returns the parameter whose path is anywhere in a name, or None."""
+        parts = self._parts[plain]
+        for start in range(depth, len(parts)):
+            for end in range(len(parts), start, -1):
+                if (parameter := prefixed(root, "/".join(parts[start:end]))) in paths:
+                    return parameter
         return None
 
+    def add_states(self) -> None:
+        """Adds the fields of optimizers without moments, whose directories are known by their words alone."""
+        inside: dict[str, str] = {}
+        for plain, mark in self.marks.items():
+            parts = self._parts[plain]
+            end = next((at for at in range(mark, len(parts) - 1) if is_state(parts[at])), None)
+            if end is not None:
+                inside[plain] = "/".join(parts[: end + 1])
+        for plain, box in inside.items():
+            if self.result.has(plain) or any(is_below(known, box) for known in self.result.boxes):
+                continue
+            self.result.boxes.append(box)
+            for name in inside:
+                directory, _, field = name.rpartition("/")
+                if is_below(name, box):
+                    self.result.fields.setdefault(directory, {})[field] = self.names[name]
 
-def _is_inside(path: str, directories: set[str]) -> bool:
-    """Tests whether a path is in some directories."""
-    return any(not one or path == one or path.startswith(f"{one}/") for one in directories)
+    # -- slots of a bundle, and copies
+
+    def add_glued(self) -> None:
+        """Adds the slots of Mesh TensorFlow's Adafactor, which stand beside their parameters."""
+        by_kind: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        for plain in self.names:
+            if "_slot_" in plain and (parameter := glued_parameter(plain)) in self.names:
+                by_kind[GLUED_KINDS[plain[len(parameter) :]]][parameter] = plain
+        for kind, slots in by_kind.items():
+            self._append("", "", kind, "glued", slots)
+
+    def add_copies(self) -> None:
+        """Adds copies of parameters whose root says that they are copies, such as averages."""
+        marks = {}
+        for plain, parts in self._parts.items():
+            mark = next((at for at, part in enumerate(parts[:-1]) if has_copy_word(part)), None)
+            known = any(is_below(plain, root) for root in self._roots if root)
+            if mark is not None and not known and not self.result.has(plain) and self._is_array(plain):
+                marks[plain] = mark
+        if not marks:
+            return
+        endings = self._endings({**self.marks, **marks})
+        slots: dict[tuple[str, str], dict[str, str]] = collections.defaultdict(dict)
+        for plain, mark in marks.items():
+            parts = self._parts[plain]
+            for start in range(mark + 1, len(parts)):
+                ending = "/".join(parts[start:])
+                for name in endings.get(ending, ()):
+                    root = name.removesuffix(ending).rstrip("/")
+                    is_parameter = root in self._roots if self._roots else name not in self.marks
+                    if name != plain and is_parameter and self._shapes[name] == self._shapes[plain]:
+                        slots["/".join(parts[:start]), root][name] = plain
+        order = sorted(slots, key=lambda pair: (-len(slots[pair]), len(pair[0]), *_farness(*pair)))
+        taken: set[str] = set()
+        for directory, root in order:
+            arrays = {plain for plain in marks if is_below(plain, directory)}
+            copied = set(slots[directory, root].values())
+            if copied == arrays and taken.isdisjoint(copied):
+                taken |= copied
+                self._append(root, *directory.rpartition("/")[::2], "kind first", slots[directory, root], is_copy=True)
+
+    # -- shapes
+
+    def _is_array(self, plain: str) -> bool:
+        """Returns True for floating-point arrays, and for leaves of which nothing but the name is known."""
+        return self._shapes[plain] != () and plain not in self._counts
+
+    def _repeats(self, slots: Mapping[str, str], paths: set[str]) -> bool:
+        return slots.keys() <= paths and all(self._fits(plain, parameter) for parameter, plain in slots.items())
+
+    def _fits(self, plain: str, parameter: str) -> bool:
+        """Returns True if a leaf has a parameter's shape, some of its dimensions, or dimensions in front of it."""
+        shape, whole = self._shapes[plain], self._shapes[parameter]
+        if shape is None or whole is None:
+            return plain not in self._counts
+        if not shape:
+            return not whole and (plain in self._counts) <= (parameter in self._counts)
+        has_memory = bool(whole) and shape[-len(whole) :] == whole
+        return has_memory or not collections.Counter(shape) - collections.Counter((*whole, 1))
 
 
-def _is_of(name: str, source: str, root: tuple[str, str], side: int) -> bool:
-    """Reports whether a name is below the inner of two roots."""
-    outer = root[1 - side]
-    inside = root[side] != outer and (not outer or root[side].startswith(f"{outer}/"))
-    return inside and name.startswith(f"{source}{root[side]}/")
+def _overlap(root: str, names: Iterable[str], other: str, others: Iterable[str]) -> bool:
+    """Returns True if two roots are inside one another; parameters at the root of a state are told by their names."""
+    if root and other:
+        return is_below(root, other) or is_below(other, root)
+    return any(is_below(name, root or other) for name in (others if root else names))
 
 
-def by_tree(slots: Mapping[str, Slot]) -> dict[SlotTree, dict[str, dict[str, str]]]:
-    """Groups slots: tree -> parameter -> kind -> name."""
-    trees: dict[SlotTree, dict[str, dict[str, str]]] = {}
-    for name, slot in slots.items():
-        trees.setdefault(slot.tree, {}).setdefault(slot.param, {})[slot.kind] = name
-    return trees
+def _mark(parts: Sequence[str]) -> int | None:
+    """Returns the position of the first optimizer's word outside the parameters, or None."""
+    for at, part in enumerate(parts[:-1]):
+        if part in _PARAMETER_ROOTS:
+            return None
+        if is_container(part) or part in KINDS:
+            return at
+    return None
+
+
+def _best_roots(directory: str, roots: Sequence[str], votes: Mapping[tuple[str, str], set[str]]) -> list[str]:
+    """Returns the root that the most evidence is for, or several that nothing tells apart."""
+
+    def weakness(root: str) -> tuple[Any, ...]:
+        return -len(votes[directory, root]), *_farness(directory, root)
+
+    strongest = min(map(weakness, roots))
+    return sorted(root for root in roots if weakness(root) == strongest)
+
+
+def _farness(directory: str, root: str) -> tuple[int, int, bool, bool]:
+    """Returns how little the names of a directory and of a root of parameters say that they belong together."""
+    words = path_words(root)
+    shared = words & path_words(directory)
+    return -len(shared), len(words - shared), has_copy_word(root), not _is_usual(root)
+
+
+def path_words(path: str) -> set[str]:
+    """Returns the words that tell two models apart."""
+    words = {word for word in re.findall("[A-Za-z]+", path) if not has_copy_word(word)}
+    return words - KINDS - _USUAL_ROOTS - _OPTIMIZER_WORDS
+
+
+def _is_usual(root: str) -> bool:
+    return root.rpartition("/")[2] in _USUAL_ROOTS
+
+
+def _array_shape(leaf: Any) -> Shape | None:
+    if isinstance(leaf, bool | int | float | complex):
+        return ()
+    shape = getattr(leaf, "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def _is_count_or_key(leaf: Any) -> bool:
+    """Returns True for integer numbers, PRNG keys, truth values and texts."""
+    if isinstance(leaf, bool | int):
+        return True
+    try:
+        dtype = np.dtype(getattr(leaf, "dtype", np.float32))
+    except TypeError:  # a typed PRNG key
+        return True
+    return dtype.kind in "bOSU" or dtype == np.uint32 or (dtype.kind in "iu" and not getattr(leaf, "shape", ()))

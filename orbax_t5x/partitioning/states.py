@@ -22,7 +22,7 @@ from flax.core.meta import Partitioned
 from flax.linen.partitioning import AxisMetadata
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from orbax_t5x.optim.moments import SlotNames
+from orbax_t5x.optim.moments import find_optimizer, plain_name
 from orbax_t5x.optim.optax_axes import StateLeaf, slot_axes
 from orbax_t5x.partitioning.rules import STANDARD_LOGICAL_AXIS_RULES, AxisNames, AxisRules, LogicalAxisRules
 from orbax_t5x.text.wording import leaves_text, listed
@@ -184,8 +184,9 @@ class _Splitting:
         decided = [self._decided(leaf, None) if leaf.is_parameter else None for leaf in leaves]
         named = {leaf.name: found for leaf, found in zip(leaves, decided, strict=True) if found is not None}
         by_name = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves}
-        known = SlotNames.among(by_name)
-        parameters = {name: named.get(known.param_name(slot)) for name, slot in known.slots(by_name).items()}
+        plain = {plain_name(name): split for name, split in named.items()}
+        slots = find_optimizer(by_name).parameters_of_slots()
+        parameters = {slot: plain.get(parameter) for slot, parameter in slots.items()}
         specs = [
             found or self._decided(leaf, parameters.get(leaf.name)) for leaf, found in zip(leaves, decided, strict=True)
         ]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _new_fitting: Callable[..., Fitting] = on_demand.function("orbax_t5x.restoring.fitting", "Fitting")
 _as_dtype = on_demand.function("orbax_t5x.transforms.dtype_names", "as_dtype")
 # Of leaves from a fallback.
-_is_in_optimizer = on_demand.function("orbax_t5x.optim.containers", "is_in_optimizer")
+_is_in_optimizer = on_demand.function("orbax_t5x.optim.optimizer_names", "is_in_optimizer")
 # Of padded leaves only.
 _fill: Callable[[Node, Node], Node] = on_demand.function("orbax_t5x.lazy.fill", "fill")
 _NOTHING_RESTORED = Fix.any_of(
@@ -137,6 +137,7 @@ class Matcher:
         if target.kind == "everything":
             return []
         left = [name for name, value in self.state.items() if value is not None and name not in self._taken]
+        left += self.diagnostics.unplaced
         if target.inference_states:
             slots = tuple((f"{name}/state/" if name else "state/") for name in target.inference_states)
             steps = {f"{prefix}step" for prefix in slots}
@@ -145,7 +146,7 @@ class Matcher:
 
     def leftover_sources(self) -> list[str]:
         """Lists the names of the leftovers' checkpoint leaves."""
-        values = (self.state[name] for name in self.leftovers)
+        values = (self.state.get(name, self.diagnostics.unplaced.get(name)) for name in self.leftovers)
         views = (as_view(value) for value in values if isinstance(value, LazyArray))
         return list(dict.fromkeys(name for view in views for name in self._source_names(view.leaves())))
 

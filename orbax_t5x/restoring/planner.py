@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x import on_demand
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import Leaf
 from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.lazy.read_stats import counting_reads
@@ -171,6 +171,7 @@ def build_plan(
             f"transforms read {size_text(reads.bytes_read)} while the plan was made, in every process: "
             "view.map(fn) and ot.transforms.Affine compute as each shard is read"
         )
+    _refuse_lost(inputs, diagnostics)
     matcher = inputs.match(state, diagnostics)
     entries = matcher.entries()
     # The reader's own error, before the problems: the shape of a broken leaf is unknown, and clashes with any target.
@@ -213,6 +214,16 @@ def build_plan(
         if problems := _partial_rules(plan):
             raise diagnostics.error(problems, path=inputs.sources.path)
     return plan
+
+
+def _refuse_lost(inputs: PlanInputs, diagnostics: Diagnostics) -> None:
+    """Records a problem for each slot that the target wants and that cannot follow, unless `fallback_for` names it."""
+    patterns = [] if inputs.options.fallback is None else list(inputs.options.fallback_for or ())
+    for name, reason in diagnostics.lost.items():
+        if name in inputs.target.leaves and not any(re.fullmatch(pattern, name) for pattern in patterns):
+            message = f"the optimizer's leaf cannot follow its parameter: {reason}"
+            words = "if its history may be lost, pass {} with values for it in the fallback"
+            diagnostics.problem("optimizer", name, message, Fix.setting(words, fallback_for=(re.escape(name),)))
 
 
 def _migrations(given: Sequence[AnyTransform], rest: Sequence[AnyTransform]) -> PlanMigrations | None:

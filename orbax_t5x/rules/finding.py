@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.optim.containers import rename_counts
-from orbax_t5x.optim.moments import SlotNames
-from orbax_t5x.rules.alignment.alignment import Alignment, align, align_leaves, following
+from orbax_t5x.rules.alignment.alignment import Alignment, align, align_leaves
 from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
 from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
@@ -34,7 +32,7 @@ from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms import Drop, Rename, Transform
 from orbax_t5x.transforms.dequantize import scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics, Why
-from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.transforms.run import run_and_place
 
 # What parameters are below in train states.
 _ROOTS = ("target/", "params/params/", "params/")
@@ -177,7 +175,7 @@ def _made(
 ) -> _Made:
     findings = (settings or Diagnostics()).settings()
     views = views_or_zeros(source)
-    return _Made(run_transforms(transforms, views, target, is_resuming=False, diagnostics=findings), findings)
+    return _Made(run_and_place(transforms, views, target, diagnostics=findings), findings)
 
 
 def _run(
@@ -306,9 +304,7 @@ def _align_model(way: _Way) -> tuple[Alignment, Transforms, dict[str, Proof]]:
             roots[1] + name.removeprefix(roots[0]): RENAMING if proof == NAME else proof for name, proof in why.items()
         }
         rename = Rename(((f"{roots[0]}(.*)", rf"{roots[1]}\1"),))
-        slots = slots_between(_run(parts, source, target), target)
-        follows = not slots and SlotNames.among(source).slots(source)
-        parts = (following((*parts, rename)),) if follows else (*parts, *slots, rename)
+        parts = (*parts, *slots_between(_run(parts, source, target), target), rename)
     return alignment, parts, why
 
 
@@ -325,10 +321,7 @@ def _completion(
     state = _run(transforms, source, target, settings)
     last = slots_between(state, target)
     state = _run(last, state, target) if last else state
-    names = rename_counts(state, target)
-    if names:
-        last = (*last, Rename(tuple((re.escape(old), new) for old, new in names.items())))
-    dropped = without_place(_run(last, state, target) if last else state, target)
+    dropped = without_place(state, target)
     return (*last, Drop(dropped)) if dropped else last
 
 

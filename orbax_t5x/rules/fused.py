@@ -54,8 +54,8 @@ def t5_fused_to_unscanned() -> RulePack:
     others = {name: letters for name, letters in others.items() if "/mlp/wi_" not in name}
     return pack_of(
         PackCall("t5_fused_to_unscanned"),
-        (FollowOptimizer(Chain(apart), _FACTORS),),
-        (FollowOptimizer(Chain(together), _FACTORS),),
+        (FollowOptimizer(Chain(apart), factors=_FACTORS),),
+        (FollowOptimizer(Chain(together), factors=_FACTORS),),
         example="target/encoder/layers_0/attention/kv_fused/kernel",
         back_example="target/encoder/layers_0/attention/key/kernel",
         _leaves=LeafTable("Flaxformer's fused T5", {**others, **fused_leaves()}),

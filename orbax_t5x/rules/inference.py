@@ -17,24 +17,23 @@ import numpy as np
 
 from orbax_t5x import on_demand
 from orbax_t5x.lazy import View, as_view, broadcast_to
-from orbax_t5x.optim.containers import is_in_optimizer, is_step, rename_counts
+from orbax_t5x.optim.optimizer_names import is_in_optimizer, is_step
 from orbax_t5x.rules.graph import pack_function, pack_to_t5x, shortest_path
 from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of, leaves_of
 from orbax_t5x.rules.pack import RulePack, join_packs
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.dequantize import scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.names import Drop, Rename
+from orbax_t5x.transforms.names import Drop
 from orbax_t5x.transforms.prefix import change_between
+from orbax_t5x.transforms.run import run_and_place
 
 # The group is of a layer's bias only.
 _BIAS = re.compile(r"(?:.*/)?(?:encoder|decoder)/(layers_\d+/)?relpos_bias/rel_embedding")
 # What a target without an optimizer has no place for.
 _TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
 _adafactor_slots = on_demand.function("orbax_t5x.transforms.follow.adafactor_slots", "AdafactorSlots")
-_slot_conversions = [
-    on_demand.function("orbax_t5x.optim.factored_state", name) for name in ("t5x_to_optax", "optax_to_t5x")
-]
+_convert_slots = on_demand.function("orbax_t5x.optim.factored_state", "convert_slots")
 _refusal_between = on_demand.function("orbax_t5x.rules.no_pack", "refusal_between")
 
 
@@ -104,23 +103,27 @@ def find_pack(source_leaves: Any, target_leaves: Any, settings: Diagnostics | No
     if pack is None:
         return None
     views = views_or_zeros(source)
-    names = pack.apply(views, target, settings.settings()) if pack.steps else source
+    names = _applied(pack, views, target, settings)
     biases = _between_biases(names, target)
     if biases is not None:
         pack = join_packs((*pack.parts, biases), (biases.inverse(), *pack.inverse().parts) if pack.has_inverse else ())
-        names = pack.apply(views, target, settings.settings())
+        names = _applied(pack, views, target, settings)
     if scales_beside(names, names) and not scales_beside(target, target):
         pack = join_packs((*pack.parts, pack_function("scaled_fp8_to_float32")()), ())
-        names = pack.apply(views, target, settings.settings())
+        names = _applied(pack, views, target, settings)
     slots = slots_between(names, target)
     if slots:
         pack = join_packs((*pack.parts, *slots), (*slots, *pack.inverse().parts) if pack.has_inverse else ())
-        names = pack.apply(views, target, settings.settings())
+        names = _applied(pack, views, target, settings)
     dropped = without_place(names, target)
     if dropped:
         drop = Drop(dropped)
         pack = join_packs((*pack.parts, drop), pack.inverse().parts if pack.has_inverse else ())
     return dataclasses.replace(pack, found=f"from {seen} to {wanted}: {pack.name}")
+
+
+def _applied(pack: RulePack, source: Mapping[str, Any], target: Mapping[str, Any], settings: Diagnostics) -> Any:
+    return run_and_place((pack,), source, target, diagnostics=settings.settings())
 
 
 def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
@@ -152,7 +155,7 @@ def _find_names(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layo
     if pack is None and "unknown" in (seen.kind, wanted.kind):
         # The prefix may be all that differs.
         renaming = _same_layout(source, target)
-        if renaming.steps and _wanted_names(target) <= renaming.apply(source, target, Diagnostics()).keys():
+        if renaming.steps and _wanted_names(target) <= run_and_place((renaming,), source, target).keys():
             return renaming
     return pack if pack is None or pack.steps else _same_layout(source, target)
 
@@ -163,26 +166,16 @@ def _same_layout(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePa
     parts: tuple[Transform, ...] = ()
     back: tuple[Transform, ...] = ()
     if change is not None:
-        changed = change.applied(source)
-        parts, back = change.transforms(source, target), change.reversed().transforms(changed, source)
-        source = changed
-    renames = rename_counts(source, target)
-    if renames:
-        # Step and counts may have followed the moments already.
-        parts += (Rename(tuple((re.escape(old), new) for old, new in renames.items()), require_match=False),)
-        back += (Rename(tuple((re.escape(new), old) for old, new in renames.items()), require_match=False),)
+        parts, back = (change.transform(),), (change.reversed().transform(),)
     return join_packs(parts, back) if parts else RulePack((), (), "nothing to map")
 
 
 def slots_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Transform, ...]:
     """Returns the conversion between T5X's and Optax's Adafactor, or None."""
-    have, want = (
-        {name: tuple(leaf.shape) for name, leaf in side.items() if hasattr(leaf, "shape")} for side in (source, target)
-    )
-    for convert in _slot_conversions:
-        found = convert(have, want)
-        if found.renames and not found.problems and found.renames.keys() <= want.keys():
-            return (_adafactor_slots(),)
+    have, want = ({name: leaf for name, leaf in side.items() if hasattr(leaf, "shape")} for side in (source, target))
+    found = _convert_slots(have, want)
+    if found.renames and not found.problems and found.renames.keys() <= want.keys():
+        return (_adafactor_slots(),)
     return ()
 
 

@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.optim.containers import find_roots, is_step
+from orbax_t5x.optim.moments import find_optimizer
+from orbax_t5x.optim.optimizer_names import is_step
 from orbax_t5x.rules.graph import marked_layouts
 from orbax_t5x.transforms.prefix import is_no_parameter
 from orbax_t5x.trees.named_leaves import named_leaves, require_levels
@@ -83,12 +84,8 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 def parameters_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arrays that are neither the optimizer's nor the step."""
-    roots = find_roots(leaves)
-    states = tuple(
-        f"{state}/"
-        for root, state in (*roots.pairs, *(("", path) for path in roots.unclear))
-        if state and not root.startswith(f"{state}/")
-    )
+    optimizer = find_optimizer(leaves)
+    states = tuple(f"{directory}/" for directory in (*optimizer.boxes, *optimizer.unclear))
     return {
         name: leaf
         for name, leaf in leaves.items()

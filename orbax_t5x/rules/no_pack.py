@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.optim.containers import is_in_optimizer
 from orbax_t5x.rules.graph import pack_to_t5x, shortest_path
 from orbax_t5x.rules.inference import (
     find_pack,
@@ -20,7 +19,6 @@ from orbax_t5x.rules.inference import (
 from orbax_t5x.rules.layouts import Layout, stacked_depths
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.names import Keep
 from orbax_t5x.transforms.repeat_layers import RepeatLayers
 
@@ -89,8 +87,6 @@ def _other_depth(source: Mapping[str, Any], target: Mapping[str, Any], seen: Lay
         RepeatLayers(f"(?:.*/)?{tower}/{where or tower}/.*", new[tower], axis=None if where else axis)
         for tower in towers
     ]
-    if all(any(map(is_in_optimizer, side)) for side in (source, target)):
-        transforms = [FollowOptimizer(transform) for transform in transforms]
     fix = Fix.setting("pass {}", transforms=(*first, *transforms, *packs))
     return Problem(
         "shape", None, f"the checkpoint's {text}; RepeatLayers makes layer i a copy of layer i * old // new", fix

@@ -210,7 +210,7 @@ class RulePack(Chain):
     def _apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         before = len(diagnostics.problems)
         # The copy shares the caller's lists and dicts, so problems arrive there.
-        quiet = dataclasses.replace(diagnostics, warns_of_unused=False)
+        quiet = dataclasses.replace(diagnostics, warns_of_unused=False, follows=False)
         unmapped: dict[str, Any] = {}
         if self._leaves is not None:
             refused = self._leaves.refusal(state, self._whole or (self,), allows_adapters=diagnostics.allows_unmapped)

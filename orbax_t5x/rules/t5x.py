@@ -50,7 +50,7 @@ def _follow(steps: tuple[Transform, ...], scan_axis: int | None) -> tuple[Transf
     factors: list[tuple[str, tuple[str, ...]]] = [(pattern, parts) for pattern, parts in _FACTORS if len(parts) > 2]
     if scan_axis is not None:
         factors += [(pattern, _below_layers(parts, scan_axis)) for pattern, parts in _FACTORS]
-    return (FollowOptimizer(Chain(steps), tuple(factors)),)
+    return (FollowOptimizer(Chain(steps), factors=tuple(factors)),)
 
 
 def _follow_stacking(steps: tuple[Transform, ...], scan_axis: int) -> tuple[Transform, ...]:
@@ -61,7 +61,7 @@ def _follow_stacking(steps: tuple[Transform, ...], scan_axis: int) -> tuple[Tran
         if len(parts) > 2:
             factors.append((rf".*/layers_\d+/.*{below}", parts))
         factors.append((rf"(?!.*/layers_\d+/).*/{below}", _below_layers(parts, scan_axis)))
-    return (FollowOptimizer(Chain(steps), tuple(factors)),)
+    return (FollowOptimizer(Chain(steps), factors=tuple(factors)),)
 
 
 def _below_layers(parts: tuple[str, ...], scan_axis: int) -> tuple[str, ...]:

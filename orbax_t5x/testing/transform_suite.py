@@ -37,7 +37,7 @@ from orbax_t5x.testing.array_leaf import ArrayLeaf
 from orbax_t5x.transforms import Chain, Keep
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.transforms.run import run_and_place, run_transforms
 from orbax_t5x.trees.flat import FlatState, flatten, unflatten
 
 
@@ -70,7 +70,7 @@ def run(
 ) -> tuple[dict[str, np.ndarray | None], Diagnostics]:
     """Returns the result as NumPy, and the diagnostics."""
     diagnostics = Diagnostics()
-    result = transform.apply(dict(source), dict(target or {}), diagnostics)
+    result = run_and_place((transform,), source, target or {}, is_resuming=False, diagnostics=diagnostics)
     return {name: as_numpy(value) for name, value in result.items()}, diagnostics
 
 
@@ -124,8 +124,8 @@ class TransformSuite:
         transform = case.make()
         source, target = dict(case.source), dict(case.target)
         values = {name: value if value is None else value.copy() for name, value in source.items()}
-        first = transform.apply(source, target, Diagnostics())
-        second = transform.apply(source, target, Diagnostics())
+        first = run_and_place((transform,), source, target)
+        second = run_and_place((transform,), source, target)
         assert_same(first, second)
         assert list(first) == list(second)
         assert list(source) == list(case.source) and list(target) == list(case.target)
@@ -135,7 +135,7 @@ class TransformSuite:
     def test_reads_nothing(self, case: Case) -> None:
         source = {n: None if v is None else as_view(_RefusingLeaf(v, n)) for n, v in case.source.items()}
         diagnostics = Diagnostics()
-        result = case.make().apply(source, dict(case.target), diagnostics)
+        result = run_and_place((case.make(),), source, case.target, diagnostics=diagnostics)
         assert diagnostics.problems == [], "a read that is refused is a problem, too"
         for name, value in case.result.items():
             if value is not None:

@@ -92,6 +92,8 @@ class Cast(InPlace):
     dtype: Given[npt.DTypeLike, np.dtype]
     require_match: bool = True
 
+    follow: bool = dataclasses.field(default=False, init=False, repr=False)
+
     def __post_init__(self) -> None:
         self._set(dtype=as_dtype(self.dtype))
 

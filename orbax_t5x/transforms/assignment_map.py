@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.transforms.base import Given, Transform
+from orbax_t5x.transforms.base import FollowingOnRequest, Given
 from orbax_t5x.transforms.by_rules import note_unused
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
 from orbax_t5x.transforms.patterns.closest import ClosestNames
@@ -40,7 +40,7 @@ class _MissingParameter(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AssignmentMap(Transform):
+class AssignmentMap(FollowingOnRequest):
     r"""T5X's assignment map: rules from target names to checkpoint names.
 
     A rule is (pattern of target names, replacement). The replacement, with the groups of the match filled in, is
@@ -71,6 +71,8 @@ class AssignmentMap(Transform):
         return self._assign(state, target, diagnostics, rules_win=True)
 
     def _by_hand(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        if self.follow:
+            return super()._by_hand(state, target, diagnostics)
         return self._assign(state, target, diagnostics, rules_win=False)
 
     def _assign(

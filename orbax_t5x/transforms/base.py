@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ _dataclass_digest = on_demand.function("orbax_t5x.provenance.digests", "dataclas
 _qualified_name = on_demand.function("orbax_t5x.provenance.digests", "qualified_name")
 _inverse = on_demand.function("orbax_t5x.transforms.inverses", "inverse")
 _chain = on_demand.function("orbax_t5x.transforms.run", "Chain")
+_run_and_place = on_demand.function("orbax_t5x.transforms.run", "run_and_place")
 
 _logger = logging.getLogger(__name__)
 
@@ -92,6 +93,11 @@ class Given(Generic[_Taken, _Held]):
 class Transform:
     """Base of all transforms: frozen dataclasses with T5X's protocol.
 
+    Attributes:
+      follow: whether the optimizer's moments follow what becomes of their parameters.
+      always_follows: whether it follows inside a rule pack, too.
+      takes_names: whether its patterns decide about names alone, so that moments which they match need not follow.
+
     Example:
       >>> class Halve(ot.transforms.Transform):
       ...     def apply(self, state, target, diagnostics):
@@ -99,6 +105,10 @@ class Transform:
       >>> Halve()({"encoder": {"scale": 3.0}}, {})
       {'encoder': {'scale': 1.5}}
     """
+
+    follow: bool = False
+    takes_names: ClassVar[bool] = False
+    always_follows: ClassVar[bool] = False
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """Returns the new flat state dict.
@@ -139,8 +149,8 @@ class Transform:
         return result
 
     def _by_hand(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """Calls `apply`, or T5X's function if results differ."""
-        return self.apply(state, target, diagnostics)
+        """Runs the transform, or T5X's function if results differ."""
+        return _run_and_place((self,), state, target, is_resuming=False, diagnostics=diagnostics)
 
     def describe(self) -> str:
         """Returns a line for people."""
@@ -170,6 +180,28 @@ class Transform:
     def only_selects(self) -> bool:
         """True if it changes no value and no kept name."""
         return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Following(Transform):
+    """Base of transforms that the optimizer follows.
+
+    Attributes:
+      follow: whether moments follow their parameters.
+    """
+
+    follow: bool = dataclasses.field(default=True, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class FollowingOnRequest(Transform):
+    """Base of T5X's transforms, which act on the names that they match.
+
+    Attributes:
+      follow: whether moments follow their parameters.
+    """
+
+    follow: bool = dataclasses.field(default=False, kw_only=True)
 
 
 AnyTransform = Transform | Callable[..., Any]

@@ -8,7 +8,7 @@ from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.base import Following
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, view_of
 from orbax_t5x.transforms.patterns.closest import ClosestNames, may_be_moment
 from orbax_t5x.transforms.patterns.table import Pattern, RuleTable, compile_pattern, pattern_text, rule_table
@@ -18,7 +18,7 @@ Matches = Mapping[str, tuple[int, re.Match[str]]]
 """Name -> (index of the first rule that matches it, its match), for the names that a rule matches."""
 
 
-class ByRules(Transform):
+class ByRules(Following):
     """Base of transforms with a pattern, or rules in order of precedence."""
 
     pattern: Pattern
@@ -49,12 +49,19 @@ class ByRules(Transform):
             else:
                 new.put(name, value, name)
 
+    def matching(self, names: Iterable[str]) -> set[str]:
+        """Returns the names that a pattern matches."""
+        table = rule_table(self._patterns())
+        return {name for name in names if table.first(name) is not None}
+
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         table = rule_table(self._patterns())
         matches = {name: found for name in state if (found := table.first(name)) is not None}
         new = NewState(diagnostics)
         self._build(state, matches, new, diagnostics)
         used = {rule for rule, _ in matches.values()}
+        if diagnostics.slots and len(used) < len(table.patterns):
+            used.update(match[0] for name in diagnostics.slots if (match := table.first(name)) is not None)
         note_unused(table, used, state, diagnostics, owner=type(self).__name__, required=self.require_match)
         return new.finish()
 

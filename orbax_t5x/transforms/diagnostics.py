@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
@@ -78,6 +78,11 @@ class Diagnostics:
         none for leaves that have the name that they had.
       fidelity: name -> "exact", "approximate" or "reset", for optimizer leaves that followed their parameter.
 
+    About an optimizer's leaves:
+      lost: names that slots would have had that cannot follow their parameters, and why.
+      unplaced: leaves of the checkpoint that have no place in the target's optimizer, although it has their names.
+      slots: names of the slots that follow while a transform runs; its patterns may match them.
+
     For the traceback:
       raised: what a caller's functions raised, in order; the first becomes the cause of the error.
 
@@ -87,6 +92,7 @@ class Diagnostics:
     Settings:
       warns_of_unused: whether a rule that matches nothing, and need not, is a warning; not so inside a rule pack.
       allows_unmapped: whether a rule pack may leave leaves of the model as they are; else each is a problem.
+      follows: whether the optimizer follows transforms without being asked; not so inside a rule pack.
       applied: earlier applications of rule packs, which are not made again, and where new ones are added; or None.
     """
 
@@ -99,17 +105,24 @@ class Diagnostics:
     warns_of_unused: bool = True
     allows_unmapped: bool = False
     raised: list[Exception] = dataclasses.field(default_factory=list)
+    lost: dict[str, str] = dataclasses.field(default_factory=dict)
+    unplaced: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slots: Collection[str] = ()
+    follows: bool = True
     applied: Applied = dataclasses.field(default=None, repr=False, compare=False)
 
     def settings(self) -> Diagnostics:
         """Returns diagnostics without findings, with the same settings."""
         return Diagnostics(
-            warns_of_unused=self.warns_of_unused, allows_unmapped=self.allows_unmapped, applied=self.applied
+            warns_of_unused=self.warns_of_unused,
+            allows_unmapped=self.allows_unmapped,
+            follows=self.follows,
+            applied=self.applied,
         )
 
-    def origins(self) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-        """Returns the rules, origins and fidelity of leaves."""
-        return self.rule_for, self.origin_of, self.fidelity
+    def origins(self) -> tuple[dict[str, str], ...]:
+        """Returns the rules, origins and fidelity of leaves, and slots that cannot follow."""
+        return self.rule_for, self.origin_of, self.fidelity, self.lost
 
     def copy(self) -> Diagnostics:
         """Copies the findings, for two runs from here."""
@@ -150,6 +163,9 @@ class Diagnostics:
             before it.
         """
         before = {old: self.rule_for.get(old) for old, _ in origins.values()}
+        self.fidelity.update(
+            {new: fidelity for new, (old, _) in origins.items() if (fidelity := self.fidelity.get(old)) is not None}
+        )
         self.origin_of.update({new: self.origin_of.get(old, old) for new, (old, _) in origins.items()})
         for new, (old, rule) in origins.items():
             earlier = before[old]

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.lazy import Box, View, as_view
+from orbax_t5x.optim.moments import find_optimizer
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.arrays import Affine, Reshape, Transpose
 from orbax_t5x.transforms.assignment_map import AssignmentMap
 from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.by_rules import ByRules
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.move import is_placeholder_for
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.follow.trace import Symbol
 from orbax_t5x.transforms.layers import (
@@ -76,7 +77,24 @@ def inverse(transforms: Any, source: Any = None) -> tuple[Any, ...]:
     steps = tuple(transforms) if isinstance(transforms, Sequence) else (transforms,)
     if source is None:
         return tuple([back for step in reversed(steps) for back in _inverse_of(step, None)])
-    return tuple(_checked_inverses(steps, _abstract(flatten(source)))[0])
+    return tuple(_checked_inverses(steps, _abstract(_without_followers(steps, flatten(source))))[0])
+
+
+def _without_followers(steps: Sequence[Any], leaves: Shapes) -> Shapes:
+    """Leaves out moments, which follow there and back, unless a rule names them itself."""
+    slots = find_optimizer(leaves).parameters_of_slots()
+    named = {name for rules in _rules_of_names(steps) for name in rules.matching(slots)}
+    return {name: leaf for name, leaf in leaves.items() if name in named or name not in slots}
+
+
+def _rules_of_names(steps: Iterable[Any]) -> Iterator[ByRules]:
+    for step in steps:
+        if type(step) is Chain:
+            yield from _rules_of_names(step.steps)
+        elif isinstance(step, FollowOptimizer):
+            yield from _rules_of_names((step.transform,))
+        elif isinstance(step, ByRules) and step.takes_names:
+            yield step
 
 
 def _checked_inverses(steps: Iterable[Any], leaves: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -93,8 +111,6 @@ def _checked_inverse(step: Any, leaves: dict[str, Any]) -> tuple[list[Any], dict
     if type(step) is Chain:
         found, leaves = _checked_inverses(step.steps, leaves)
         return [Chain(found)], leaves
-    if isinstance(step, FollowOptimizer):
-        leaves = leaves | _placeholders(step, leaves)
     forwards = _forwards(step) if isinstance(step, Transform) else step
     try:
         found, reason = _inverse_of(step, leaves), None
@@ -110,14 +126,6 @@ def _checked_inverse(step: Any, leaves: dict[str, Any]) -> tuple[list[Any], dict
                 f"{step.describe()}: its way back leads elsewhere for {listed(names, _SHOWN_NAMES)}"
             )
     return found, _abstract(after)
-
-
-def _placeholders(step: FollowOptimizer, leaves: dict[str, Any]) -> dict[str, Any]:
-    """Returns a single view for all slots that are not in use."""
-    names = step.slot_names(leaves)
-    params = {name: leaves.get(names.param_name(slot)) for name, slot in names.slots(leaves).items()}
-    found = [name for name, param in params.items() if is_placeholder_for(leaves[name], getattr(param, "shape", None))]
-    return dict.fromkeys(found, leaves[found[0]] if found else None)
 
 
 def _forwards(step: Transform) -> Transform:
@@ -219,9 +227,6 @@ def _(step: Chain, source: Shapes | None) -> list[Any]:
 
 @_back.register
 def _(step: FollowOptimizer, source: Shapes | None) -> list[Any]:
-    if source is not None:
-        slots = step.slot_names(source).slots(source)
-        source = {name: leaf for name, leaf in source.items() if name not in slots}
     back = inverse(step.transform, source)
     return [dataclasses.replace(step, transform=back[0] if len(back) == 1 else Chain(back))]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import LazyArray
-from orbax_t5x.transforms.base import Given, Transform
+from orbax_t5x.transforms.base import FollowingOnRequest, Given
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
 from orbax_t5x.transforms.patterns.table import Pattern, Rule, new_name, pattern_tuple, rule_text, rule_tuple
@@ -19,7 +19,7 @@ from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten
 
 
 @dataclasses.dataclass(frozen=True)
-class Intersect(Transform):
+class Intersect(FollowingOnRequest):
     """T5X's `intersect_state`: drops leaves that the target lacks.
 
     Example:
@@ -36,7 +36,7 @@ class Intersect(Transform):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Merge(Transform):
+class Merge(FollowingOnRequest):
     """T5X's `merge_state`: adds the leaves of another state dict.
 
     Equal when the names are and each leaf is the same object or holds equal numbers. The digest counts names and the
@@ -128,6 +128,8 @@ class Rename(ByRules):
     rules: Given[Iterable[Rule], tuple[Rule, ...]]
     require_match: bool = True
 
+    takes_names: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", rule_tuple(self.rules, "Rename"))
 
@@ -175,6 +177,8 @@ class Drop(_Select):
       {'params': {'w': 1}}
     """
 
+    takes_names: ClassVar[bool] = True
+
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
         new.flat.update((name, value) for name, value in state.items() if name not in matches)
 
@@ -191,6 +195,8 @@ class Keep(_Select):
       >>> ot.transforms.Keep(["params/.*"])({"params": {"w": 1}, "opt_state": {"mu": 2}}, {})
       {'params': {'w': 1}}
     """
+
+    follow: bool = dataclasses.field(default=False, init=False, repr=False)
 
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
         new.flat.update((name, value) for name, value in state.items() if name in matches)

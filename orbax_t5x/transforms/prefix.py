@@ -1,9 +1,8 @@
 """Prefixes of a T5 model's parameters, and changes between them.
 
 T5X keeps parameters below `target/`, Flax below `params/`, a file with only the parameters below nothing. Transforms
-between layouts of the model leave the prefix as it is, and put their result below the target's at the end. Where the
-prefixes are those of train states the optimizer's leaves and the step go along: T5X wraps an Optax state whose names
-below `state/param_states/` are those below Flax's `opt_state/`.
+between layouts of the model leave the prefix as it is, and put their result below the target's at the end. The
+optimizer's leaves and the step are placed in the target's train state after all transforms.
 """
 
 from __future__ import annotations
@@ -14,18 +13,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orbax_t5x import on_demand
-from orbax_t5x.optim.containers import is_in_optimizer, rename_counts
-from orbax_t5x.optim.moments import SlotNames, SlotTree
+from orbax_t5x.optim.optimizer_names import is_in_optimizer
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
 from orbax_t5x.transforms.names import Rename
 from orbax_t5x.trees.flat import FlatState
-from orbax_t5x.trees.narrow import is_mapping
-
-# Most prefixes change without an optimizer.
-_follow_optimizer = on_demand.function("orbax_t5x.transforms.follow.optimizer", "FollowOptimizer")
-
 
 # Prefixes of parameters in train states. The first that a tree has is the model's, since others may be copies of it.
 _ROOTS = ("target/", "params/params/", "params/")
@@ -83,37 +75,17 @@ class PrefixChange:
         return self.new + rest
 
     def renames(self, names: Iterable[str]) -> dict[str, str]:
-        """Maps names of parameters and slots to new names."""
-        names = names if is_mapping(names) else list(names)
-        renames = {name: new for name in names if (new := self.parameter(name)) is not None}
-        return {**renames, **self.slots(names)}
-
-    def slots(self, names: Iterable[str]) -> dict[str, str]:
-        """Maps names of slots to new names."""
-        known = SlotNames()
-        renames: dict[str, str] = {}
-        for name, slot in known.slots(names if is_mapping(names) else dict.fromkeys(names)).items():
-            source, number = slot.tree.state
-            parameter = self.parameter(f"{source}{known.roots[number][0]}/{slot.param}")
-            found = None if parameter is None else known.param(parameter)
-            # T5X's Adafactor has names of its own, which no Optax state has.
-            if found is not None and (slot.tree.kind_first or found[0].number == number):
-                tree = SlotTree(found[0], slot.tree.path, slot.tree.form)
-                renames[name] = known.slot_name(slot._replace(tree=tree, param=found[1]))
-        return renames
+        """Maps names of parameters to new names."""
+        return {name: new for name in names if (new := self.parameter(name)) is not None}
 
     def applied(self, tree: FlatState) -> dict[str, Any]:
         """Returns a tree under the new names."""
-        renames = self.renames(tree)
-        return {renames.get(name, name): value for name, value in tree.items()}
+        return {self.parameter(name) or name: value for name, value in tree.items()}
 
-    def transforms(self, tree: FlatState, target: FlatState) -> tuple[Transform, ...]:
-        """Returns the equivalent transforms between two trees."""
+    def transform(self) -> Transform:
+        """Returns the equivalent transform."""
         pattern = f"{re.escape(self.old)}(.*)" if self.old else f"({_OF_A_MODEL.pattern})"
-        rename = Rename(((pattern, self.new.replace("\\", r"\\") + r"\1"),))
-        # Beside other roots than train states have, moments follow only to a target that has some.
-        follows = self.slots(tree) or all(SlotNames.among(side).slots(side) for side in (tree, target))
-        return (_follow_optimizer(rename),) if follows else (rename,)
+        return Rename(((pattern, self.new.replace("\\", r"\\") + r"\1"),))
 
 
 def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixChange | None:
@@ -126,19 +98,11 @@ def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixC
 
 
 def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-    """Moves model, step and counts to the target's names."""
+    """Moves the model below the target's prefix."""
     change = change_between(state, target)
-    if change is not None:
-        state = rename_leaves(state, change.renames(state), f"below {change.new!r}", diagnostics)
-    return move_step_and_counts(state, target, diagnostics)
-
-
-def move_step_and_counts(state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-    """Moves step and counts for a target with T5's model."""
-    if model_prefix(target) is None:
-        # Another model begins anew: its step is not that of the parameters it takes.
+    if change is None:
         return dict(state)
-    return rename_leaves(state, rename_counts(state, target), "as the target names it", diagnostics)
+    return rename_leaves(state, change.renames(state), f"below {change.new!r}", diagnostics)
 
 
 def rename_leaves(state: FlatState, renames: Mapping[str, str], rule: str, diagnostics: Diagnostics) -> dict[str, Any]:
@@ -149,6 +113,4 @@ def rename_leaves(state: FlatState, renames: Mapping[str, str], rule: str, diagn
     for name, value in state.items():
         new = renames.get(name, name)
         result.put(new, value, name, rule if new != name else None)
-        if new != name and name in diagnostics.fidelity:
-            diagnostics.fidelity[new] = diagnostics.fidelity[name]
     return result.finish()

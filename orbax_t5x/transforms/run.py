@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, for_caller
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.view import as_keys, key_data
+from orbax_t5x.optim.moments import OptimizerState, find_optimizer, plain_name
 from orbax_t5x.transforms.base import AnyTransform, Given, Transform
+from orbax_t5x.transforms.by_rules import ByRules
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.follow.followed import FollowedState, note_lost
+from orbax_t5x.transforms.follow.place import place_optimizer
 from orbax_t5x.trees.flat import EndlessTreeError, FlatState, NameClashError, flatten, unflatten
 
 _OURS = "orbax_t5x."
@@ -119,34 +124,145 @@ def run_on_leaves(
     diagnostics: Diagnostics,
     skipped: Collection[int] = (),
 ) -> dict[str, Any]:
-    """Runs transforms on leaves of checkpoints."""
+    """Runs transforms on leaves of checkpoints, and places the optimizer's in the target's chain."""
     if not transforms:
-        return dict(leaves)
+        return place_optimizer(leaves, target_flat, diagnostics)
     source = {name: as_keys(value) if isinstance(value, View) else value for name, value in leaves.items()}
-    state = run_transforms(
+    state = run_and_place(
         transforms, source, target_flat, is_resuming=is_resuming, diagnostics=diagnostics, skipped=skipped
     )
     return {name: key_data(value) if isinstance(value, View) else value for name, value in state.items()}
 
 
+def run_and_place(
+    transforms: Sequence[AnyTransform],
+    source_flat: FlatState,
+    target_flat: FlatState,
+    *,
+    is_resuming: bool = False,
+    diagnostics: Diagnostics | None = None,
+    skipped: Collection[int] = (),
+) -> dict[str, Any]:
+    """Runs transforms, and places the optimizer's leaves in the target's chain."""
+    diagnostics = diagnostics or Diagnostics()
+    run = _Run(target_flat, diagnostics)
+    state = run.all(transforms, source_flat, is_resuming=is_resuming, skipped=skipped)
+    placed = place_optimizer(state, target_flat, diagnostics, run.optimizer)
+    note_lost(diagnostics, target_flat)
+    return placed
+
+
 def run_transforms(
     transforms: Sequence[AnyTransform],
-    source_flat: Mapping[str, Any],
-    target_flat: Mapping[str, Any],
+    source_flat: FlatState,
+    target_flat: FlatState,
     *,
     is_resuming: bool,
     diagnostics: Diagnostics,
     skipped: Collection[int] = (),
 ) -> dict[str, Any]:
     """Runs transforms in order; those at `skipped` positions as when resuming."""
-    state = dict(source_flat)
-    for index, transform in enumerate(transforms):
-        resuming = is_resuming or index in skipped
+    return _Run(target_flat, diagnostics).all(transforms, source_flat, is_resuming=is_resuming, skipped=skipped)
+
+
+class _Run:
+    """Run of a chain of transforms, through which the optimizer follows.
+
+    Attributes:
+      optimizer: Structure of the result's optimizers, if it is known.
+    """
+
+    def __init__(self, target: FlatState, diagnostics: Diagnostics):
+        self.optimizer: OptimizerState | None = None
+        self._target = target
+        self._diagnostics = diagnostics
+        self._followed: FollowedState | None = None
+
+    @functools.cached_property
+    def _target_optimizer(self) -> OptimizerState:
+        return find_optimizer(self._target)
+
+    def all(
+        self, transforms: Sequence[AnyTransform], source: FlatState, *, is_resuming: bool, skipped: Collection[int]
+    ) -> dict[str, Any]:
+        """Runs transforms, and returns the state after them."""
+        state = dict(source)
+        for index, transform in enumerate(transforms):
+            resuming = is_resuming or index in skipped
+            for step in (transform,) if resuming else _flat_steps(transform):
+                state = self._step(step, state, resuming)
+        return self._joined(state)
+
+    def _step(self, transform: AnyTransform, state: dict[str, Any], resuming: bool) -> dict[str, Any]:
         if not isinstance(transform, Transform):
-            state = _run_function(transform, state, target_flat, is_resuming=resuming, diagnostics=diagnostics)
-        elif not resuming:
-            state = _run_transform(transform, state, target_flat, diagnostics)
-    return state
+            state = self._joined(state)
+            return _run_function(transform, state, self._target, is_resuming=resuming, diagnostics=self._diagnostics)
+        if resuming:
+            return state
+        if not transform.follow or not (self._diagnostics.follows or transform.always_follows):
+            return _run_transform(transform, self._joined(state), self._target, self._diagnostics)
+        return self._follow(transform, state)
+
+    @functools.cached_property
+    def _target_without_slots(self) -> FlatState:
+        slots = self._target_optimizer.parameters_of_slots()
+        return {name: leaf for name, leaf in self._target.items() if name not in slots}
+
+    def _follow(self, transform: Transform, state: dict[str, Any]) -> dict[str, Any]:
+        """Applies a transform that the optimizer follows."""
+        roots = getattr(transform, "roots", None)
+        if self._followed is None or self._followed.roots != roots:
+            state = self._begin(self._joined(state), roots, getattr(transform, "rule_of", None))
+        followed = self._followed
+        assert followed is not None
+        rules = getattr(transform, "transform", transform)
+        slots = followed.current_slots(state) if isinstance(rules, ByRules) else {}
+        matched = rules.matching(slots) if slots else set[str]()
+        if matched and rules.takes_names:
+            # Moments that the rule names are renamed or dropped by it, as any leaf.
+            state = self._begin(self._joined(state), roots, getattr(transform, "rule_of", None))
+            self._followed.take_out(rules)
+            return self._joined(self._apply(transform, self._followed.visible), is_known=False)
+        self._diagnostics.slots = matched
+        moved = self._apply(transform, state)
+        self._diagnostics.slots = ()
+        followed.check_clear(state, moved, self._diagnostics)
+        unchanged = {plain_name(name) for name, value in state.items() if moved.get(name) is value}
+        if all(slots[slot] not in unchanged for slot in matched):
+            return moved
+        moved = self._joined(moved, is_known=False)
+        own = [slot for slot in matched if slots[slot] in unchanged and slot in moved]
+        quiet = dataclasses.replace(self._diagnostics, warns_of_unused=False)
+        changed = rules.apply({name: moved.pop(name) for name in own}, self._target, quiet)
+        return {**moved, **changed}
+
+    def _apply(self, transform: Transform, state: dict[str, Any]) -> dict[str, Any]:
+        return _run_transform(transform, state, self._target_without_slots, self._diagnostics)
+
+    def _begin(self, state: dict[str, Any], roots: Any, rule_of: Any) -> dict[str, Any]:
+        self._followed = FollowedState(state, roots, *(() if rule_of is None else (rule_of,)))
+        return self._followed.visible
+
+    def _joined(self, state: dict[str, Any], *, is_known: bool = True) -> dict[str, Any]:
+        """Puts parameters and slots together, if they are apart."""
+        if self._followed is None:
+            self.optimizer = None
+            return state
+        followed, self._followed = self._followed, None
+        joined = followed.joined(state, self._target_optimizer, self._target, self._diagnostics)
+        fields = followed.optimizer.fields.values()
+        is_known &= all(name in joined for names in fields for name in names.values())
+        self.optimizer = followed.optimizer if is_known else None
+        return joined
+
+
+def _flat_steps(transform: AnyTransform) -> Iterator[AnyTransform]:
+    """Yields the steps of plain chains, through which the optimizer is followed without a break."""
+    if type(transform) is Chain or hasattr(transform, "migration_name"):
+        for step in getattr(transform, "steps", ()):
+            yield from _flat_steps(step)
+    else:
+        yield transform
 
 
 class Steps(Transform):

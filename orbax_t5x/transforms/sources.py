@@ -14,7 +14,7 @@ from typing import Any
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View
-from orbax_t5x.transforms.base import Given, Transform
+from orbax_t5x.transforms.base import Following, Given, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState, combine_leaves
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
 from orbax_t5x.trees.dtypes import kind_of
@@ -27,7 +27,7 @@ _all_equal, _average_of = (on_demand.function("orbax_t5x.lazy.several", name) fo
 
 
 @dataclasses.dataclass(frozen=True)
-class Average(Transform):
+class Average(Following):
     """The weighted average of named sources.
 
     Weights are divided by their sum. Results have the common dtype of the sources, by JAX's promotion. Integers are

@@ -16,9 +16,9 @@ from orbax_t5x.mesh_tf.blocks import one_layer_blocks
 from orbax_t5x.mesh_tf.rules import adafactor_placeholders, place_relative_bias, t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
 from orbax_t5x.text.wording import listed
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.base import FollowingOnRequest
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.prefix import PrefixChange, model_prefix, move_step_and_counts, rename_leaves
+from orbax_t5x.transforms.prefix import PrefixChange, model_prefix, rename_leaves
 from orbax_t5x.trees.flat import FlatState
 
 # Unmatched names shown in the one problem that counts them.
@@ -28,7 +28,7 @@ _PARAMETERS = "target/"
 
 
 @dataclasses.dataclass(frozen=True)
-class Translate(Transform):
+class Translate(FollowingOnRequest):
     """Translation of a Mesh TensorFlow T5 bundle's names to T5X's.
 
     Parameters get the prefix of the target's parameters, without a target `target/`. A relative bias becomes the
@@ -69,7 +69,7 @@ class Translate(Transform):
         values.update(added)
         if change is not None:
             values = rename_leaves(values, change.renames(values), f"below {change.new!r}", diagnostics)
-        return move_step_and_counts(values, target, diagnostics)
+        return values
 
     def describe(self) -> str:
         """Returns a line for people."""

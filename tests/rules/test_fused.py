@@ -34,13 +34,13 @@ def test_momentum_follows_and_the_one_mean_over_both_gates_is_reset():
         means = {"m": value + 1, "v_row": value.mean(over), "v_col": value.mean(0), "v": np.zeros(1, np.float32)}
         state.update({f"{slots}/{kind}": mean for kind, mean in means.items()})
     result, diagnostics = run(rules.t5_fused_to_unscanned(), {**FUSED, **state})
-    assert {problem.kind for problem in diagnostics.problems} == {"optimizer"}
+    assert diagnostics.problems == [] and "cannot follow" in diagnostics.warnings[0]
     for name, value in APART.items():
         slots = f"state/param_states/{name.removeprefix('target/')}"
         np.testing.assert_array_equal(result[f"{slots}/m"], value + 1)
-        kinds = {kind for kind in ("v_row", "v_col") if diagnostics.fidelity[f"{slots}/{kind}"] == "exact"}
+        kinds = {kind for kind in ("v_row", "v_col") if f"{slots}/{kind}" not in diagnostics.lost}
+        assert all(diagnostics.fidelity[f"{slots}/{kind}"] == "exact" for kind in kinds)
         assert kinds == ({"v_row", "v_col"} if "attention" in name else set())
         for kind in kinds:
             over = (1, 2) if kind == "v_row" else 0
             np.testing.assert_array_equal(result[f"{slots}/{kind}"], value.mean(over))
-    assert all("reset" in problem.message for problem in diagnostics.problems)

@@ -12,7 +12,7 @@ import orbax_t5x as ot
 from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.testing.transform_suite import as_numpy
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.transforms.run import run_and_place
 from orbax_t5x.trees.flat import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
@@ -63,7 +63,7 @@ def state(form, make, params):
 def assert_right(transforms, source, target, among, *, is_whole):
     """Each leaf has its values; what is missing in a result, a plan lists as missing."""
     diagnostics = Diagnostics()
-    result = run_transforms(transforms, source, among, is_resuming=False, diagnostics=diagnostics)
+    result = run_and_place(transforms, source, among, diagnostics=diagnostics)
     assert not diagnostics.problems
     assert not is_whole or result.keys() == target.keys()
     for name in target.keys() & result.keys():

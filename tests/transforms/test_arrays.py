@@ -1,5 +1,6 @@
 """Transforms that compute leaves: shapes that do not fit, leaves that are no arrays."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -38,14 +39,21 @@ def test_none_leaves_and_strings_pass_through_what_cannot_compute_them():
     assert [p.kind for p in problems(tr.Cast(".*", "float32"), strings)] == ["shape"]
 
 
-def test_affine_is_lazy_and_follows_only_a_scale_of_one():
+def test_affine_is_lazy_and_follows_only_a_scale_of_one(tmp_path):
     state = {"params": {"norm": np.zeros(3, np.float32)}, "opt_state": {"0": {"mu": {"norm": np.ones(3, np.float32)}}}}
     plus_one = ot.transforms.Affine("params/norm", offset=1.0)
-    result = ot.transforms.FollowOptimizer(plus_one)(state, {})
+    result = plus_one(state, {})
     np.testing.assert_array_equal(np.asarray(result["params"]["norm"]), np.ones(3))
     np.testing.assert_array_equal(np.asarray(result["opt_state"]["0"]["mu"]["norm"]), np.ones(3))
-    with pytest.raises(ot.RestorePlanError, match="its parameter was computed anew"):
-        ot.transforms.FollowOptimizer(ot.transforms.Affine("params/norm", scale=2.0))(state, {})
+    leaves = {"params/norm": state["params"]["norm"], "opt_state/0/mu/norm": np.ones(3, np.float32)}
+    target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    checkpoint = tmp_path / "state.npz"
+    np.savez(checkpoint, **leaves)
+    with pytest.raises(ot.RestorePlanError, match="its parameter was computed anew") as refused:
+        ot.plan_restore(checkpoint, target, [ot.transforms.Affine("params/norm", scale=2.0)])
+    assert [problem.kind for problem in refused.value.problems] == ["optimizer"]
+    alone = ot.restore(checkpoint, target, [ot.transforms.Affine("params/norm", scale=2.0, follow=False)])
+    np.testing.assert_array_equal(alone["opt_state/0/mu/norm"], np.ones(3))
 
 
 @pytest.mark.parametrize("values", [np.arange(3), np.ones(2, bool), np.ones(2, np.complex64)])

@@ -13,7 +13,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from orbax_t5x.optim.containers import MOMENT_WORDS, is_in_optimizer, may_be_moment
+from orbax_t5x.optim.optimizer_names import KINDS, is_in_optimizer, may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves, as_template
 from orbax_t5x.restoring.diagnose.other_shapes import is_layer_word
 from orbax_t5x.text.wording import listed
@@ -184,7 +184,7 @@ def _differing_parts(theirs: str, ours: str) -> tuple[Pair, ...]:
         old, new = (list(map(int, re.findall(r"\d+", part))) for part in pair)
         if pair[0] == pair[1]:
             continue
-        if not MOMENT_WORDS.isdisjoint(pair) or _NUMBER in "".join(pair) or (old and new and old != new):
+        if not KINDS.isdisjoint(pair) or _NUMBER in "".join(pair) or (old and new and old != new):
             return ()
         is_numbered = old == new and len(old) == 1
         found.append((re.sub(r"\d+", _NUMBER, pair[0]), re.sub(r"\d+", _NUMBER, pair[1])) if is_numbered else pair)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.containers import may_be_moment
+from orbax_t5x.optim.optimizer_names import may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Shapes, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.other_shapes import changed_sizes, is_layer_word, stacked_part
 from orbax_t5x.restoring.diagnose.unexplained import fill_new, leave_unread
@@ -74,8 +74,7 @@ def _problem(change: _Change, befores: Sequence[str], names: Sequence[str], unma
     )
     ways = [_BUILD]
     if change.is_alike and unmatched.takes_rules:
-        follows = not all(name.startswith(tuple(befores)) for name in names)
-        ways.insert(0, Fix.adding(_repeating(change, befores, follows=follows)))
+        ways.insert(0, Fix.adding(_repeating(change, befores)))
         message += f"; RepeatLayers makes layer i a copy of layer i * {change.old} // {change.new}"
     if change.axis is not None:
         return Problem("shape", None, message, Fix.any_of(*ways))
@@ -94,12 +93,11 @@ def _tower_name(before: str, axis: int | None) -> str:
     return parts[-1] if parts else ""
 
 
-def _repeating(change: _Change, befores: Sequence[str], *, follows: bool) -> Transform:
+def _repeating(change: _Change, befores: Sequence[str]) -> Transform:
     patterns = [re.escape(before) for before in befores]
     pattern = patterns[0] if len(patterns) == 1 else f"(?:{'|'.join(patterns)})"
     rest = r"(\d+)[/.].*" if change.axis is None else ".*"
-    repeat = transforms.RepeatLayers(pattern + rest, change.new, axis=change.axis)
-    return transforms.FollowOptimizer(repeat) if follows else repeat
+    return transforms.RepeatLayers(pattern + rest, change.new, axis=change.axis)
 
 
 def _numbered_towers(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, _Change]]:

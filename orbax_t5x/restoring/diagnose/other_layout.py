@@ -7,7 +7,7 @@ from typing import Any
 
 from orbax_t5x import on_demand, transforms
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.optim.containers import is_in_optimizer
+from orbax_t5x.optim.optimizer_names import is_in_optimizer
 from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.sources import OneSource
 from orbax_t5x.transforms import Transform
@@ -42,7 +42,7 @@ def unfollowed_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
 
 
 def _may_follow(rule: Any) -> bool:
-    return not isinstance(rule, transforms.FollowOptimizer | OneSource | transforms.Drop | transforms.Keep)
+    return not getattr(rule, "follow", False) and not isinstance(rule, OneSource | transforms.Keep | transforms.Cast)
 
 
 def other_pack(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
@@ -79,8 +79,7 @@ def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy 
 
 
 def _is_prefix_rule(part: Transform) -> bool:
-    moved = part.transform if isinstance(part, transforms.FollowOptimizer) else part
-    return isinstance(moved, (transforms.Rename, transforms.Drop))
+    return isinstance(part, (transforms.Rename, transforms.Drop))
 
 
 def _with_translate(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:

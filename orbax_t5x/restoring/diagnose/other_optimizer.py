@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.containers import is_in_optimizer
-from orbax_t5x.optim.moments import SlotNames
+from orbax_t5x.optim.moments import find_optimizer
+from orbax_t5x.optim.optimizer_names import is_in_optimizer
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import fill_new
 from orbax_t5x.text.wording import leaves_text
@@ -52,8 +52,9 @@ def other_optimizer(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
 
 def _optimizer(leaves: Mapping[str, Any]) -> tuple[set[str], str]:
     """Returns an optimizer's leaves, and its owner."""
-    slots = SlotNames.among(leaves).slots(leaves)
-    names = {name for name in leaves if name in slots or is_in_optimizer(name)}
+    optimizer = find_optimizer(leaves)
+    names = {name for name in leaves if optimizer.has(name) or is_in_optimizer(name)}
     # Slots of parameters that a target lacks are known by their words only.
-    words = {slot.kind for slot in slots.values()} or {word for name in names for word in name.split("/")}
+    words = {moments.kind for moments in optimizer.moments if not moments.is_copy}
+    words = words or {word for name in names for word in name.split("/")}
     return names, next((name for kinds, name in _OPTIMIZERS if kinds <= words), "an optimizer's")

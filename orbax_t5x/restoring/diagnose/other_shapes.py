@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.optim.containers import may_be_moment
+from orbax_t5x.optim.optimizer_names import may_be_moment
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.unexplained import fill_new
 from orbax_t5x.transforms import FALLBACK, Pad, Slice

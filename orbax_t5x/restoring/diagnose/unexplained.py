@@ -143,7 +143,7 @@ def _multiplied(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, str]]:
         if leaf in first
     }
     for name in unmatched.leftovers:
-        origins = [first[leaf] for leaf in _leaf_count(unmatched.stored[name]) if leaf in first]
+        origins = [first[leaf] for leaf in _leaf_count(unmatched.stored.get(name)) if leaf in first]
         yield from ((name, weight) for _, weight in multiplied_by(kept, origins))
 
 
@@ -161,7 +161,7 @@ def tied_logits(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     )
     build = "build the model with an output projection (T5X: logits_via_embedding=False, which makes "
     ways = [Fix.by_target(f"{build}decoder/logits_dense/kernel)")]
-    packs = {pack for name in head for pack in _packs_of(unmatched.stored[name])}
+    packs = {pack for name in head for pack in _packs_of(unmatched.stored.get(name))}
     for pack in sorted(packs):
         text = f"if config.json has tie_word_embeddings: true, use ot.rules.{pack}(tie_word_embeddings=True)"
         # A T5 whose feed-forward layers are not gated is version 1.0, whose logits are the embedding's.

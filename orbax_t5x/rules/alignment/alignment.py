@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from orbax_t5x.optim.moments import SlotNames
+from orbax_t5x.optim.moments import find_optimizer
 from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
 from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
@@ -17,10 +17,10 @@ from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.wording import leaves_text, listed
-from orbax_t5x.transforms import Chain, FollowOptimizer, Rename, Transform
-from orbax_t5x.transforms.base import AnyTransform
+from orbax_t5x.transforms import Chain, Rename, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
+from orbax_t5x.transforms.run import run_and_place
 from orbax_t5x.trees.flat import parents
 
 # Open leaves that are printed, folded, and readings of each.
@@ -183,11 +183,9 @@ def _renamed_in_place(readings: Mapping[str, Sequence[str]], ours: Leaves, their
 def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
     """Writes moves as transforms; the rest is open."""
     _open_occupied(moves, source)
-    slots = SlotNames.among(source).slots(source)
+    slots = find_optimizer(source).parameters_of_slots()
     names = [name for name in source if name not in slots]
     transforms: Sequence[Transform] = moves_as_transforms(dict.fromkeys(moves.values()), names, list(target))
-    if slots and transforms:
-        transforms = [following(transforms)]
     transforms = _runnable(transforms, source, target)
     states = _states(transforms, source, target)
     wrong = [name for name, move in moves.items() if not _is_made(states[-1].get(name), move, target[name])]
@@ -210,18 +208,6 @@ def _runnable(transforms: Sequence[Transform], source: Leaves, target: Leaves) -
         runnable.append(transform)
         has_clash = has_clash or any(not state.keys().isdisjoint(parents(name)) for name in state)
     return [Chain(runnable)] if has_clash and len(runnable) > 1 else runnable
-
-
-def following(transforms: Sequence[Transform]) -> FollowOptimizer:
-    """Makes the optimizer follow transforms, in one step.
-
-    Only their last names are the target's.
-    """
-    inner: list[AnyTransform] = []
-    for one in transforms:
-        own = one.transform if isinstance(one, FollowOptimizer) else one
-        inner.extend(own.steps if isinstance(own, Chain) else (own,))
-    return FollowOptimizer(inner[0] if len(inner) == 1 else Chain(inner))
 
 
 def _open_occupied(moves: Moves, source: Leaves) -> None:
@@ -247,7 +233,7 @@ def _states(transforms: Iterable[Transform], source: Leaves, target: Leaves) -> 
     symbols = {name: symbol_for(name, leaf) for name, leaf in source.items()}
     states = [{name: source[name] if symbol is None else symbol for name, symbol in symbols.items()}]
     for transform in transforms:
-        states.append(transform.apply(states[-1], target, Diagnostics()))
+        states.append(run_and_place((transform,), states[-1], {}))
     return states
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.optim.containers import is_step
 from orbax_t5x.optim.factor_rules import FactorDim
-from orbax_t5x.optim.factored_dims import Shape
-from orbax_t5x.optim.factored_state import SlotConversion, optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.factored_state import SlotConversion, convert_slots
+from orbax_t5x.optim.optimizer_names import is_step
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState
@@ -47,11 +46,7 @@ class AdafactorSlots(Transform):
         object.__setattr__(self, "rules", tuple((str(name), tuple(map(FactorDim, rule))) for name, rule in pairs))
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        have, want = _shapes(state), _shapes(target)
-        rules: dict[str, Sequence[FactorDim]] = dict(self.rules)
-        found = t5x_to_optax(have, want, rules)
-        if not found.renames and not found.problems:
-            found = optax_to_t5x(have, want, rules)
+        found = convert_slots(_arrays(state), _arrays(target), dict(self.rules))
         diagnostics.problems.extend(found.problems)
         if found.problems:
             return dict(state)
@@ -81,5 +76,5 @@ class AdafactorSlots(Transform):
         return result
 
 
-def _shapes(leaves: FlatState) -> dict[str, Shape]:
-    return {name: tuple(leaf.shape) for name, leaf in leaves.items() if hasattr(leaf, "shape")}
+def _arrays(leaves: FlatState) -> FlatState:
+    return {name: leaf for name, leaf in leaves.items() if hasattr(leaf, "shape")}

@@ -9,6 +9,7 @@ moment).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -90,8 +91,19 @@ def symbol_below(value: Any) -> Symbol | None:
     return node.leaf if isinstance(node, LeafNode) and isinstance(node.leaf, Symbol) else None
 
 
+def is_rearranged(value: View) -> bool:
+    """Returns True if a result has all elements of one symbol and no others, in any order."""
+    node = value.node
+    while isinstance(node, CastNode | StridedNode | JoinNode | SplitNode) or (
+        isinstance(node, MappedNode) and _is_sum(node)
+    ):
+        node = node.input
+    is_one = isinstance(node, LeafNode) and isinstance(node.leaf, Symbol)
+    return is_one and math.prod(node.shape) == math.prod(value.shape)
+
+
 def _is_sum(node: MappedNode) -> bool:
-    """Tests if a constant was added to the values."""
+    """Returns True if a constant was added to the values."""
     return isinstance(node.function, AffineFunction) and node.function.scale == 1
 
 
@@ -132,9 +144,10 @@ class Replay:
                 return self._stack(node, kept)
             case ConcatNode():
                 return self._concat(node, kept)
-            case AverageNode():
-                self.is_exact = False
+            case AverageNode() if self.of_parameters:
                 return average([self._build(item, kept) for item in node.inputs], node.weights)
+            case AverageNode():
+                raise CannotFollowError("its parameter is an average")
             case AllEqualNode():
                 return all_equal([self._build(item, kept) for item in node.inputs], advice=node.advice)
             case PadNode():
@@ -225,7 +238,12 @@ class Replay:
         if axis in kept:
             return stack(built, sum(dim < axis for dim in kept))
         self.is_exact = False
-        return average(built, [1.0] * len(built))
+        return self.mean(built)
+
+    @staticmethod
+    def mean(views: Sequence[View]) -> View:
+        """Averages views with equal weights."""
+        return average(views, [1.0] * len(views))
 
     def _pad(self, node: PadNode, kept: KeptDims) -> View:
         built = self._build(node.input, kept)

@@ -20,7 +20,7 @@ _COMPARED = 32
 _LOOKED_AT = 20_000
 _CUTOFF = 0.5
 
-may_be_moment = on_demand.function("orbax_t5x.optim.containers", "may_be_moment")
+may_be_moment = on_demand.function("orbax_t5x.optim.optimizer_names", "may_be_moment")
 _PART = re.compile(r"[A-Za-z]+|\d+")
 
 

@@ -78,7 +78,7 @@ def test_the_optimizer_follows():
         return {**params, **slots, "opt_state/0/count": np.int32(1), "step": np.int32(1)}
 
     problem = assert_repeated(state(12), state(16))
-    assert "FollowOptimizer" in str(problem.fix)
+    assert "RepeatLayers" in str(problem.fix)
 
 
 @pytest.mark.parametrize("change", ["shape", "leaf", "gap"])
@@ -139,9 +139,7 @@ def test_the_slots_of_a_dimension_of_layers_follow():
         return {**params, **slots, "state/step": np.int32(1)}
 
     (problem,) = problems_of(checkpoint(state(2)), unflatten(state(4)))
-    assert (
-        "FollowOptimizer" in str(problem.fix) and "checkpoint's decoder has 2 layers, 4 are wanted" in problem.message
-    )
+    assert "RepeatLayers" in str(problem.fix) and "checkpoint's decoder has 2 layers, 4 are wanted" in problem.message
     found = flatten(ot.restore(checkpoint(state(2)), unflatten(state(4)), applied(problem.fix.ways[0])))
     name = "state/param_states/decoder/decoder/wi/kernel/v"
     np.testing.assert_array_equal(found[name], np.repeat(state(2)[name], 2, 1))
