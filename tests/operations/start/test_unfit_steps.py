@@ -84,12 +84,23 @@ def followed_twice(root, target, options):
     return values
 
 
+CAST = T.Cast("step", np.int32)
+GIVEN = {
+    "none": (),
+    "auto": "auto",
+    "a list": [CAST],
+    "one": CAST,
+    "migrations": ot.Migrations([("cast", [CAST])]),
+    "auto, migrations": ["auto", ot.Migrations([("cast", [CAST])])],
+}
+
+
 def renamed(name):
     return name.replace("/attn/", "/attention/")
 
 
 @pytest.mark.parametrize("is_stock", [False, True], ids=["own step", "another writer's"])
-@pytest.mark.parametrize("given", [(), "auto", [T.Cast("step", np.int32)]], ids=["none", "auto", "others"])
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_rules_of_a_renamed_model_are_proposed(tmp_path, given, is_stock):
     save(tmp_path, is_stock)
     target = jax.eval_shape(lambda: state_of(parameters("attention")))
