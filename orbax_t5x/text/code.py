@@ -84,7 +84,7 @@ def _outer_call(code: str) -> _Bracketed | None:
             cuts.append(at)
         if depth == 0:
             break
-    items = [code[one + 1 : other].strip() for one, other in itertools.pairwise(cuts)]
+    items = [code[begin + 1 : end].strip() for begin, end in itertools.pairwise(cuts)]
     call = _Bracketed(code[: start + 1], [item for item in items if item], code[cuts[-1] :])
     inner = _outer_call(call.items[0]) if len(call.items) == 1 else None
     if inner is None:

@@ -37,23 +37,14 @@ _MOST_HTML_ITEMS = 40
 
 @dataclasses.dataclass(slots=True)
 class ProblemGroup:
-    """Problems with a common kind and message, and folded leaves.
-
-    The fix may be only the `first` problem's.
-    """
+    """Problems with a common kind, message and fix, and folded leaves."""
 
     first: Problem
     kind: str
     message: str
     fix: str
-    fix_names_leaf: bool
     leaves: list[Folded]
     count: int
-
-    @property
-    def fix_heading(self) -> str:
-        """The words before the fix."""
-        return "Fix, for the first" if self.fix_names_leaf and self.count > 1 else "Fix"
 
     def sentence(self, most_characters: int | None) -> str:
         """Returns the message after the leaf or the number of leaves."""
@@ -71,7 +62,7 @@ class ProblemGroup:
         lines = wrapped(first, width, rest="  ")
         lines += [line for other in others for line in wrapped(other, width, "  ", "  ")]
         fix = _AS_ABOVE if self.fix in shown_fixes else self.fix
-        lines += _fix_lines(f"{self.fix_heading}: {plain(fix)}", width) if fix else []
+        lines += _fix_lines(f"Fix: {plain(fix)}", width) if fix else []
         shown_fixes.update([self.fix] if len(self.fix) > _SHORT_FIX else [])
         if len(labels) > 1:
             lines += [f"    {label}" for label in labels[:most_leaves]]
@@ -118,13 +109,11 @@ def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] =
         first = problems[row.members[0]]
         fix = first.fix
         _, message, source = row.texts
-        shared = None if fix is None else fix.without(first.leaf)
-        entry = entries.get((first.kind, message, shared))
+        entry = entries.get((first.kind, message, fix))
         if entry is None:
-            names_leaf = fix is not None and shared != fix.without(None)
             text = "" if fix is None else fix_text(fix)
-            entry = ProblemGroup(first, first.kind, message + source, text, names_leaf, [], 0)
-            entries[first.kind, message, shared] = entry
+            entry = ProblemGroup(first, first.kind, message + source, text, [], 0)
+            entries[first.kind, message, fix] = entry
         elif entry.message != message + source:
             entry.message = message
         entry.count += len(row.members)
@@ -187,9 +176,9 @@ def _group_html(group: ProblemGroup, most_characters: int | None) -> Iterator[st
         return
     codes = [code for code in map(_code_of, fix.ways) if code]
     if len(codes) < len(fix.ways) or any(way.words or way.rule or way.removed for way in fix.ways):
-        yield html_paragraph(masked(f"{group.fix_heading}: {group.fix}"))
+        yield html_paragraph(masked(f"Fix: {group.fix}"))
     else:
-        yield html_paragraph(f"{group.fix_heading}: add to the call{', one of these' if len(codes) > 1 else ''}")
+        yield html_paragraph(f"Fix: add to the call{', one of these' if len(codes) > 1 else ''}")
     yield from (html_code(masked(code)) for code in codes)
 
 

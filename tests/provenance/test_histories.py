@@ -29,7 +29,7 @@ from orbax_t5x.restoring.plan import ExecutedPlans
 T = ot.transforms
 LEAVES = "abcdef"
 ITEM = "state"
-HISTORIES = int(os.environ.get("HISTORIES", "40"))
+HISTORIES = int(os.environ.get("HISTORIES", "25"))
 SEED = int(os.environ.get("HISTORIES_SEED", "0"))
 DAYS = 6
 

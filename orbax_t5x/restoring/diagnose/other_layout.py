@@ -32,9 +32,9 @@ def needless_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
 
 def unfollowed_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
     """Proposes that the optimizer follows rules that renamed its parameters."""
-    if not any(map(is_in_optimizer, unmatched.unfilled)):
-        return
     chain = list(unmatched.transforms)
+    if not any(map(is_in_optimizer, unmatched.unfilled)) or any(isinstance(rule, OneSource) for rule in chain):
+        return
     followed = [transforms.FollowOptimizer(rule) if _may_follow(rule) else rule for rule in chain]
     if followed != chain:
         reason = "the rules of the call name parameters, and the optimizer's leaves do not follow them"

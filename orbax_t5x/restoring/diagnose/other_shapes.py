@@ -67,8 +67,9 @@ def other_shapes(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     tables = [name for name, pair in shapes.items() if changed_sizes(*pair) in vocabularies]
     others = [name for name in shapes if name not in tables]
     new = _fix_of_new(others, shapes, unmatched)
-    for name, pair in shapes.items():
-        ways = _ways_of_table(name, *pair) if name in tables else new
+    for name in shapes:
+        table = _parameter_of(name, tables)
+        ways = _ways_of_table(table, *shapes[table]) if name in tables else new
         if unmatched.target.leaves[name].kind == "key":
             ways = ()
         if stacked_part(name) is not None:
@@ -79,6 +80,15 @@ def other_shapes(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         is_answered = any(map(_is_data, ways))
         fix = Fix.any_of(*ways, _AS_STORED) if is_answered else Fix.any_of(_AS_STORED, *ways)
         yield Explanation(Problem(problem.kind, name, problem.message, fix, problem.source), (name,))
+
+
+def _parameter_of(name: str, tables: Sequence[str]) -> str:
+    """Returns the table whose moment a leaf is, which follows it; or the leaf."""
+    if not may_be_moment(name):
+        return name
+    parameters = [table for table in tables if not may_be_moment(table)]
+    below_root = {table: table.partition("/")[2] or table for table in parameters}
+    return next((table for table, part in below_root.items() if f"/{part}/" in f"/{name}/"), name)
 
 
 def _vocabularies(shapes: Mapping[str, Any]) -> set[tuple[int, int] | None]:
