@@ -123,9 +123,10 @@ def plan_inputs(
     if flattened.problems and not flattened.leaves:  # whatever else is wrong follows from that
         raise diagnostics.error(list(flattened.problems), path=sources.path)
     written, why = given, dict[str, Why]()
+    patterns = [] if options.fallback is None else list(options.fallback_for or ())
+    fillable = {name for pattern in patterns for name in flattened.original if re.fullmatch(pattern, name)}
+    diagnostics.new_leaves = fillable
     if finds_rules and any(map(asks_for_rules, given)):
-        patterns = [] if options.fallback is None else list(options.fallback_for or ())
-        fillable = {name for one in patterns for name in flattened.original if re.fullmatch(one, name)}
         path, target_leaves = sources.path, flattened.original
         written = written_out(given, source, target_leaves, path, fillable=fillable, settings=diagnostics, why=why)
     if any(not isinstance(one, OneSource | FoundRules) for one in given):
@@ -151,6 +152,8 @@ def build_plan(
         diagnostics.warnings.append(decision.note)
     resuming = decision.is_resuming
     transforms, skipped = without_skipped(inputs.transforms, decision.skipped)
+    applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in skipped]
+    rest = tuple([one for one in applied if not isinstance(one, OneSource | Migration) or one.steps])
     fallback = compute = None
     if options.fallback is not None:
         fallback, compute = _open_fallback(options.fallback, diagnostics.problems.append)
@@ -178,7 +181,8 @@ def build_plan(
     if broken := [leaf for entry in entries for leaf in entry.leaves if leaf.error is not None]:
         broken[0].raise_error()
     if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers):
-        raise diagnostics.error(_explain_failure(inputs, matcher), path=inputs.sources.path)
+        applied_now = dataclasses.replace(inputs, transforms=rest)
+        raise diagnostics.error(_explain_failure(applied_now, matcher), path=inputs.sources.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used] if matcher.leftovers else []
     dropped = {name for name, value in inputs.stored.items() if value is not None} - used - set(unused)
@@ -189,8 +193,6 @@ def build_plan(
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     if target.kind == "everything":
         target = _everything(inputs, state, entries, is_changed=bool(transforms) and not resuming)
-    applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in skipped]
-    rest = tuple([one for one in applied if not isinstance(one, OneSource | Migration) or one.steps])
     plan = RestorePlan(
         entries=tuple(entries),
         target=target,
@@ -218,9 +220,8 @@ def build_plan(
 
 def _refuse_lost(inputs: PlanInputs, diagnostics: Diagnostics) -> None:
     """Records a problem for each slot that the target wants and that cannot follow, unless `fallback_for` names it."""
-    patterns = [] if inputs.options.fallback is None else list(inputs.options.fallback_for or ())
     for name, reason in diagnostics.lost.items():
-        if name in inputs.target.leaves and not any(re.fullmatch(pattern, name) for pattern in patterns):
+        if name in inputs.target.leaves and name not in diagnostics.new_leaves:
             message = f"the optimizer's leaf cannot follow its parameter: {reason}"
             words = "if its history may be lost, pass {} with values for it in the fallback"
             diagnostics.problem("optimizer", name, message, Fix.setting(words, fallback_for=(re.escape(name),)))
