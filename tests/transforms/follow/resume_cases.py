@@ -580,13 +580,13 @@ class Case:
             fallback = {name: _fallback(leaf, number) for number, (name, leaf) in enumerate(new.items())}
             options["fallback"] = with_leaves(new_tree, fallback)
         if how == "named":
-            options["fallback_for"] = [re.escape(name) for name in truly_new]
+            fillable = [name for name, leaf in expected.items() if not leaf.values or leaf.may_be_new]
+            options["fallback_for"] = [re.escape(name) for name in fillable]
         self.facts |= {"strict": options["strict"], "fallback": how, "new": truly_new}
-        is_refusable = bool(
-            (how == "none" and truly_new)
-            or (options["strict"] and left)
-            or any(leaf.may_be_new for leaf in expected.values())
-        )
+        may_be_new = any(leaf.may_be_new or not leaf.values for leaf in expected.values())
+        # A slot that cannot follow is a question also where a fallback may fill it.
+        cannot_follow = any(leaf.may_be_new and leaf.is_moment for leaf in expected.values())
+        is_refusable = (how == "none" and may_be_new) or bool(options["strict"] and left) or cannot_follow
         try:
             plan = ot.plan_restore(path, target, [rule.transform for rule in self.rules], **options)
             state = plan.execute()
