@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from orbax_t5x.restoring.plan import PlanEntry as PlanEntry
     from orbax_t5x.restoring.plan import RestorePlan as RestorePlan
     from orbax_t5x.restoring.sources import Source as Source
-    from orbax_t5x.transforms.run import Migrations as Migrations
+    from orbax_t5x.transforms.migrations import Migrations as Migrations
 
 __version__ = "0.2.0"
 
@@ -68,7 +68,7 @@ MODULE_OF = {
     "LazyThreadPoolArray": "orbax_t5x.lazy",
     "Limits": "orbax_t5x.readers",
     "Mark": "orbax_t5x.readers",
-    "Migrations": "orbax_t5x.transforms.run",
+    "Migrations": "orbax_t5x.transforms.migrations",
     "PlanEntry": "orbax_t5x.restoring.plan",
     "Problem": "orbax_t5x.errors",
     "RestorePlan": "orbax_t5x.restoring.plan",

@@ -39,7 +39,7 @@ from orbax_t5x.mesh_tf.rules import (
     t5_importer,
 )
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
-from orbax_t5x.provenance.question import Decision
+from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
@@ -137,7 +137,7 @@ def restore_from_t5_checkpoint(
         target = _target(state, translated) if state else None
         # No proposals: callers of this module cannot pass transforms.
         inputs = plan_inputs(OpenSources({"": checkpoint}), target, transforms, RestoreOptions(strict=strict))
-        plan = build_plan(inputs, Decision(False, ()), proposes=False)
+        plan = build_plan(inputs, Decision(), proposes=False)
     except RestorePlanError as error:
         raise _in_words_of_a_state(error, state, translated, path) from None
     for warning in plan.warnings:

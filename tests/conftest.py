@@ -36,6 +36,7 @@ import jax
 import pytest
 
 from orbax_t5x.files.paths import Descriptor, Root
+from orbax_t5x.restoring.plan import ExecutedPlans
 from orbax_t5x.text import progress_bar
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -128,6 +129,12 @@ def _no_line_of_progress_for_slow_machines() -> Iterator[None]:
         for name in ("_LEAST_LINE_INTERVAL_SECS", "_MOST_LINE_INTERVAL_SECS"):
             patch.setattr(progress_bar, name, math.inf)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_plan_was_executed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that knows nothing of its state records no rules only where the process executed no plan with rules."""
+    monkeypatch.setattr(ExecutedPlans, "states", [])
 
 
 def _environment() -> dict[str, str]:

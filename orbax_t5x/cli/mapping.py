@@ -23,7 +23,7 @@ from orbax_t5x.restoring.sources import FoundRules
 from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.text.output import UsageError
 from orbax_t5x.transforms import AssignmentMap, Rename, Transform, Translate
-from orbax_t5x.transforms.run import Migrations
+from orbax_t5x.transforms.migrations import Migrations
 from orbax_t5x.trees.flat import unflatten
 
 

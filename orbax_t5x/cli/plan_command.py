@@ -14,7 +14,6 @@ from orbax_t5x.cli.mapping import MappingOptions, answers_as_options, plan_optio
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.restoring.api import open_plan
-from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.text.output import UsageError, print_json, print_text
 
 
@@ -26,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
         target = mapping.target()
         try:
             chain = mapping.transforms(source)
-            plan = open_plan(source, target, chain, plan_options(options), stack, Caller("convert"))
+            plan = open_plan(source, target, chain, plan_options(options), stack)
         except RestorePlanError as error:
             if not options.json:
                 raise

@@ -50,9 +50,10 @@ class TrainStateSave(ocp.args.CheckpointArgs):
       transforms: applied to the state dict first, in T5X's protocol. Arrays that none of them touches keep their
         sharding; what they compute is written chunk by chunk, as NumPy arrays. They are not recorded as provenance:
         what counts there is how the run was initialised.
-      provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. None: what this
-        handler's restores led to, else the record of the newest step; without one the save is recorded as unrecorded,
-        and a restore with transforms then raises an error that asks for `is_resuming`.
+      provenance: transforms behind the state: `plan.provenance` of the plan that restored it, or `()` for none. None:
+        those of the state with the same names, shapes and dtypes that this handler last restored or saved in this root;
+        in a root without steps, those of its restores. If neither is known, the save is unrecorded, with a warning, and
+        the next restore with transforms asks for `is_resuming`.
       on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
         "skip": it is left out, and its name, shape and dtype are recorded: of a Python number or bytes, those that
         NumPy gives it; of any other object, `()` and "object". Numeric arrays without elements come back from that.

@@ -22,7 +22,7 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType, registry_making
 from orbax_t5x.handlers.restore.stock import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
-from orbax_t5x.handlers.run_lineage import RestoredHistory, recorded_lineage
+from orbax_t5x.handlers.run_lineage import RestoredHistory
 from orbax_t5x.handlers.save import cleanup
 from orbax_t5x.handlers.save.commit import GuardedCommit, check_merged, sync_tree
 from orbax_t5x.handlers.save.item_sums import publish_sums, write_published_sums
@@ -45,7 +45,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     It saves a train state, or any pytree. Use it as any handler: `ocp.CheckpointManager(root, item_handlers=handler)`,
     `ocp.Checkpointer(handler)`, or in a handler registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`.
-    A save records what this handler's restores applied to the state, or what the newest step of the root records.
+    A save records the transforms behind the state, which this handler restored or saved here before.
 
     Example:
       >>> with ocp.CheckpointManager(directory, item_handlers=ot.TrainStateHandler()) as manager:
@@ -125,7 +125,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             if self._is_primary():
                 cleanup.remove_refused(directory)
             raise
-        self.history.note_saved(directory, prepared.lineage, is_given=args.provenance is not None)
+        self.history.note_saved(directory, prepared.lineage, args.item)
         commit = GuardedCommit(futures or (), directory, self._is_primary())
         if sums is not None:
             commit.meanwhile, commit.finish = sums.sum_kept, partial(publish_sums, directory, sums)
@@ -144,7 +144,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
                 self._clean_up(directory)
                 raise
             self._save(directory, args, prepared, sums)
-        self.history.note_saved(directory, prepared.lineage, is_given=args.provenance is not None)
+        self.history.note_saved(directory, prepared.lineage, args.item)
 
     def _save(self, directory: epath.Path, args: TrainStateSave, prepared: PreparedSave, sums: SaveSums | None) -> None:
         try:
@@ -182,7 +182,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
         return prepare_save(
             args,
-            self.history.to_save(directory, args.provenance, primary=self._is_primary()),
+            self.history.to_save(directory, args.provenance, args.item, primary=self._is_primary()),
             self._registry,
             deferred=deferred,
             sums=sums,
@@ -237,7 +237,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
                 values = handled.restore(self._orbax, directory)
                 agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
             restored = handled.put_into(plan.run(options), values)
-        self.history.note(directory, plan.provenance)
+        self.history.note(directory, plan.provenance, restored)
         return restored
 
     def _types_of_users(self, directory: epath.Path) -> dict[str, str]:
@@ -252,7 +252,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     def _stock_restore(self, directory: epath.Path) -> Any:
         metadata = read_metadata(directory)
         restored = restore_whole(self._orbax, directory, metadata)
-        self.history.note(directory, recorded_lineage(directory, metadata))
+        self.history.note_stock(directory, metadata, restored)
         return restored
 
     # -- the rest

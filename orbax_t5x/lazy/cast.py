@@ -57,7 +57,9 @@ class CastNode(Node):
 
     def _cast_and_check(self, values: np.ndarray, out: np.ndarray, mismatch: Mismatch) -> None:
         cast_into(out, values)
-        back = np.empty(values.shape, values.dtype)
+        # A wide float tells an integer at the end of its range from the next float.
+        is_float = _is_integer(out.dtype) and not _is_integer(values.dtype)
+        back = np.empty(values.shape, np.float64 if is_float else values.dtype)
         cast_into(back, out)
         same = back == values
         same |= (back != back) & (values != values)

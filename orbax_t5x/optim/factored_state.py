@@ -17,7 +17,7 @@ from typing import Any
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape, dims_by_size, possible_dims
-from orbax_t5x.optim.moments import find_optimizer
+from orbax_t5x.optim.moments import find_optimizer, plain_name
 from orbax_t5x.optim.optimizer_names import is_step
 
 _SLOTS = ("v_row", "v_col", "v")
@@ -93,9 +93,9 @@ def convert_slots(
     old, new = _Side(source), _Side(target)
     # A state of an optimizer alone is that of the other side's parameters.
     if not new.parameters:
-        new = _Side({**{name: source[name] for name in old.parameters.values()}, **target})
+        new = _Side({**{name: old.leaves[name] for name in old.parameters.values()}, **target})
     elif not old.parameters:
-        old = _Side({**{name: target[name] for name in new.parameters.values()}, **source})
+        old = _Side({**{name: new.leaves[name] for name in new.parameters.values()}, **source})
     for t5x, optax in ((old, new), (new, old)):
         if t5x.slots and optax.chains:
             pairing = _Pairing(SlotConversion(), t5x, optax, rules or {}, to_optax=t5x is old)
@@ -109,7 +109,8 @@ class _Side:
     """Adafactor's state among leaves.
 
     Attributes:
-      leaves: Leaves by name.
+      names: Names of the leaves.
+      leaves: Leaves by plain name.
       slots: T5X's slots by kind and the parameters' paths.
       chains: Optax's factored slots by node, and the same by kind and path.
       fields: Names of the other leaves of optimizers by directory and field.
@@ -117,7 +118,8 @@ class _Side:
     """
 
     def __init__(self, leaves: Mapping[str, Any]):
-        self.leaves = leaves
+        self.names = tuple(leaves)
+        self.leaves = {plain_name(name): leaf for name, leaf in leaves.items()}
         self.slots: dict[str, dict[str, str]] = {}
         self.chains: dict[str, dict[str, dict[str, str]]] = {}
         self.parameters: dict[str, str] = {}
@@ -143,7 +145,7 @@ class _Side:
         }
 
     def shape(self, name: str) -> Shape:
-        return tuple(self.leaves[name].shape)
+        return tuple(self.leaves[plain_name(name)].shape)
 
     def shape_of(self, path: str) -> Shape | None:
         """Returns the shape of a parameter, or None."""
@@ -159,7 +161,7 @@ class _Side:
     @property
     def step(self) -> str | None:
         """Name of the step, T5X's or Flax's first."""
-        return next((name for name in (*STEPS, *filter(is_step, self.leaves)) if name in self.leaves), None)
+        return next((name for name in (*STEPS, *filter(is_step, self.names)) if name in self.names), None)
 
 
 @dataclasses.dataclass
@@ -179,7 +181,7 @@ class _Pairing:
             self.result.renames.update(dict.fromkeys(counters, step) if step is not None else {})
         else:
             # A T5X checkpoint of an Optax optimizer has the step itself, too.
-            if step is not None and STEPS[0] not in self.optax.leaves and counters:
+            if step is not None and STEPS[0] not in self.optax.names and counters:
                 self.result.renames[step] = counters.pop(0)
             self.result.unused.extend(counters)
         for path in optax[_SLOTS[0]]:

@@ -21,7 +21,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from orbax_t5x.optim.optimizer_names import GLUED_KINDS, KINDS, glued_parameter, has_copy_word, is_container, is_state
+from orbax_t5x.optim.optimizer_names import (
+    GLUED_KINDS,
+    KINDS,
+    glued_parameter,
+    has_copy_word,
+    is_container,
+    is_state,
+    may_tell_optimizer,
+)
 from orbax_t5x.trees.flat import parents, prefixed
 
 Shape = tuple[int, ...]
@@ -121,6 +129,8 @@ def find_optimizer(leaves: Mapping[str, Any], roots: Iterable[tuple[str, str]] |
       leaves: Leaves by name; anything with `shape` and `dtype`, or Python scalars.
       roots: Pairs (root of the parameters, directory of their optimizer's state); None finds them.
     """
+    if roots is None and not any(map(may_tell_optimizer, leaves)):
+        return OptimizerState()
     search = _Search(leaves)
     if roots is None:
         pairs = search.pairs()
@@ -388,7 +398,7 @@ class _Search:
                     is_parameter = root in self._roots if self._roots else name not in self.marks
                     if name != plain and is_parameter and self._shapes[name] == self._shapes[plain]:
                         slots["/".join(parts[:start]), root][name] = plain
-        order = sorted(slots, key=lambda pair: (-len(slots[pair]), *_farness(*pair), len(pair[0])))
+        order = sorted(slots, key=lambda pair: (-len(slots[pair]), len(pair[0]), *_farness(*pair)))
         taken: set[str] = set()
         for directory, root in order:
             arrays = {plain for plain in marks if is_below(plain, directory)}

@@ -14,7 +14,14 @@ _COPIES = frozenset({"ema", "average", "averaged", "avg", "target", "slow", "sha
 _STATE = re.compile(r"(?:.*_)?opt_states?|param_states|(?:.*_)?(?:optimizer|optim)_states?")
 _CONTAINER = re.compile(rf"{_STATE.pattern}|(?:.*_)?(?:optimizer|optim|opt)")
 _IN_STATE = re.compile(rf"(?:.*/)?(?:{_STATE.pattern})/.*")
+# Letters of which every word of an optimizer or of a copy has some; most names have none.
+_HINT = re.compile("|".join(("opt", "param_states", "_slot_", *KINDS, *_COPIES)))
 _GLUED_NAME = re.compile(rf"(.+)({'|'.join(GLUED_KINDS)})")
+
+
+def may_tell_optimizer(name: str) -> bool:
+    """Returns False if a name has no word of an optimizer's state, or of a copy of parameters, in it."""
+    return _HINT.search(name.lower()) is not None
 
 
 def is_container(part: str) -> bool:

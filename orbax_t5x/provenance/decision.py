@@ -1,196 +1,251 @@
-"""Decisions about applying transforms, by the record of a state.
+"""Decides which of the given rules are applied to a state, by the rules that it has behind it.
 
-A list of rules is a history: what a state's record says of the list decides, unless the caller answers with
-`is_resuming`.
+With the recorded rules R and the given rules G, and the rest of G after its longest beginning that R ends with:
 
-| the list and the record | own step of the run | anything else |
-|---|---|---|
-| nothing is recorded, or nothing was applied | apply | apply |
-| equal | nothing is applied | the same, and a warning |
-| the list begins with what is recorded | apply the rest | apply the rest |
-| no rule in common | a problem | apply |
-| anything else | a problem: both, side by side | the same |
-| unrecorded, or a rule without a digest | ask | ask; `convert` applies, with one warning |
+| R and G | what happens |
+|---|---|
+| no record, or a record of no rules | G is applied |
+| a rule of the rest is in R, too; or R has rules and a rule on either side has no digest | a problem |
+| else | the rest is applied |
 
-Where a row asks, or is a problem, transforms that only select or cast are applied all the same, as long
-as there is no `fallback` that would fill what they take out: no value that is restored can be wrong by that.
-A job that starts is in the first column, but for steps of another writer: they are resumed as they are. The rules of
-each named source are decided by themselves; see `orbax_t5x.provenance.named_sources`.
+The rules of a named source are compared with what R holds of that source. A rule is "in R" with an equal digest, under
+the name of its migration, or as another rule of its class with one of its patterns: an edited rule. An unrecorded
+state is a rule without a digest, but asks only if there is a rest. `is_resuming` answers in every row. A start is
+asked less: a step of another writer is resumed as it is, and an answer counts only where there is a problem.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from orbax_t5x.provenance.chains import RuleRecord, Rules, texts_of
-from orbax_t5x.provenance.history import HistoryComparison, compare, in_common, is_part
-from orbax_t5x.provenance.question import Decision, ResumeContext
-from orbax_t5x.provenance.records import UNRECORDED, Lineage, applied_rules
+from orbax_t5x.provenance.records import Entry, Lineage, has_unrecorded, is_unrecorded, text_of, union
+from orbax_t5x.provenance.steps import RuleStep
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
-from orbax_t5x.trees.narrow import is_mapping
 
 _SHOWN_RULES = 12
-
-HAS_MORE = Fix.setting("pass {} (the state has them and more: the run goes on)", is_resuming=True)
-ANSWERS = Fix.any_of(
-    Fix.setting("pass {} (they were applied already: the run goes on)", is_resuming=True),
-    Fix.setting("pass {} (apply them now)", is_resuming=False),
-)
-_NEW_OR_SAME_RUN = Fix.any_of(
-    Fix.setting("pass {} (a new run: apply them now)", is_resuming=False),
-    Fix.setting("pass {} (the same run, edited rules)", is_resuming=True),
+_APPLIED = Fix.setting("pass {} (the state has all of them: nothing is applied)", is_resuming=True)
+_NOT_APPLIED = Fix.setting("pass {} (the state has none of them: all are applied)", is_resuming=False)
+_AT_THE_END = Fix(
+    "give the source's rules as they were recorded, and what follows at the end of transforms=, by the state's names"
 )
 
 
-def decide(record: Lineage | None, context: ResumeContext) -> Decision:
-    """Decides if transforms are applied, by the source's lineage."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decision:
+    """Rules that are applied, and what is behind the state then.
+
+    Attributes:
+      lineage: rules behind the restored state.
+      skipped: positions of the given rules that are not applied.
+      is_resuming: whether no given rule is applied.
+      problem: message and fix if only the caller can decide, or None.
+      note: what was applied before, or "".
+    """
+
+    lineage: Lineage = ()
+    skipped: Collection[int] = frozenset()
+    is_resuming: bool = False
+    problem: tuple[str, Fix] | None = None
+    note: str = ""
+
+
+class _Rule(NamedTuple):
+    """Given rule: its entry, and its position among the given ones."""
+
+    entry: Entry
+    position: int
+
+
+def decide(
+    record: Lineage | None,
+    steps: Sequence[RuleStep],
+    *,
+    is_resuming: bool | None = None,
+    has_fallback: bool = False,
+    is_start: bool = False,
+) -> Decision:
+    """Decides which rules are applied to a state.
+
+    Args:
+      record: rules that the state has behind it; None without a record.
+      steps: the given rules; the placeholder of `"auto"` stands for the recorded rules that `"auto"` found.
+      is_resuming: the caller's answer.
+      has_fallback: whether missing leaves are filled.
+      is_start: whether a run of its own goes on (`restore_or_initialize`).
+    """
+    if record is None and is_start:
+        return _decide_for_other_writer(steps)
+    assumed = tuple(step.entry for step in steps if step.is_assumed)
+    if assumed and (record is None or (has_unrecorded(record) and not any("name" in entry for entry in record))):
+        record = assumed
     lineage = record or ()
-    if context.caller == "start" and record is None:
-        # Another writer's: whether this run's transforms were applied to it is not known.
-        return Decision(True, (UNRECORDED if context.chain else context.entry(()),))
-    if not context.chain:
-        return Decision(context.is_resuming is True, (context.entry(()),) if record is None else record)
-    found = compare(lineage, context.chain)
-    # The answer of a start is one about `init_from`: it counts where the record leaves a question.
-    if context.is_resuming is None or context.caller == "start":
-        decision = _decide_by_record(lineage, context, found)
-        if context.is_resuming is None or decision.problem is None:
-            return decision
-    return _decide_by_answer(lineage, context, found)
+    decision = _decide_by_record(lineage, steps)
+    if is_resuming is None and not has_fallback and all(step.only_selects for step in steps):
+        decision = decision if decision.problem is None else _applied(lineage, steps, ())
+    if is_resuming is None or (is_start and decision.problem is None):
+        return decision
+    given = tuple(step.entry for step in steps)
+    if is_resuming:
+        is_known = bool(given) and lineage[-len(given) :] == given
+        return Decision(lineage if is_known else (*lineage, *given), range(len(steps)), True)
+    return _applied(lineage, steps, [position for position, step in enumerate(steps) if step.is_placeholder])
 
 
-def _decide_by_record(lineage: Lineage, context: ResumeContext, found: HistoryComparison) -> Decision:
-    """Decides by the table."""
-    is_own = context.caller in ("own step", "start")
-    before = listed(texts_of(found.recorded), 1)
-    if found.relation == "nothing recorded":
-        return _decide_to_apply(lineage, context)
-    if found.relation == "equal":
-        note = "the record holds the same rules in another order" if found.is_reordered else ""
-        return Decision(True, lineage, warnings=() if is_own else (_already_applied(lineage, before),), note=note)
-    if found.relation == "prefix":
-        entry = context.entry(context.chain[found.applied :], continues=True)
-        note = f"{found.applied} of {len(context.chain)} rules were applied before: {before}"
-        return Decision(False, (*lineage, entry), note=note, skipped=range(found.applied))
-    if found.relation == "apart" and not is_own:
-        return dataclasses.replace(_decide_to_apply(lineage, context), note=f"applied to this state before: {before}")
-    is_open = found.relation in ("unrecorded", "opaque")
-    if found.relation == "unrecorded":
-        what = "nothing records what was applied to this state before it was saved"
-        fix = _answers(found, context)
-    elif found.relation == "opaque":
-        applied = listed(next(filter(None, map(applied_rules, reversed(lineage)))), 1)
-        is_given = any(rule.digest is None for rule in context.chain)
-        whose = "those given" if is_given else f"those recorded ({applied})"
-        what = (
-            f"{applied} was applied to this state before, and whether that is what is given now cannot be "
-            f"told: {whose} hold a lambda, a closure, a callable object or too much data, and so have no digest"
-        )
-        fix = ANSWERS
-    else:
-        what = side_by_side(found.recorded, context.chain)
-        fix = _NEW_OR_SAME_RUN if found.relation == "apart" else _fix_of_difference(found.recorded, context)
-    # Of an unrecorded state some may have been applied since, by another conversion.
-    if is_open and context.caller == "convert" and not in_common(found.recorded, context.chain):
-        return dataclasses.replace(
-            _decide_to_apply(lineage, context), warnings=(f"{what}; the transforms are applied",)
-        )
-    if not context.has_fallback and context.is_resuming is None and all(rule.only_selects for rule in context.chain):
-        # They change no value, and are not recorded: the record is not about them.
-        return Decision(False, lineage)
-    return Decision(False, lineage, problem=(what, fix))
+def _decide_for_other_writer(steps: Sequence[RuleStep]) -> Decision:
+    skipped = [position for position, step in enumerate(steps) if not step.name or step.is_assumed]
+    return Decision(tuple(step.entry for step in steps), skipped, len(skipped) == len(steps))
 
 
-def _decide_by_answer(lineage: Lineage, context: ResumeContext, found: HistoryComparison) -> Decision:
-    """Follows the caller's `is_resuming`, which the next save records."""
-    is_known = found.relation == "equal"
-    if context.is_resuming:
-        # Without a digest the entry could not be found again.
-        is_remembered = is_known or any(rule.digest is None for rule in context.chain)
-        return Decision(True, lineage if is_remembered else (*lineage, context.entry(context.chain, is_resuming=True)))
-    if is_known and context.caller in ("own step", "start"):
-        what = "transforms would be applied again that the run's own record says were applied already"
-        return Decision(False, lineage, problem=(what, Fix.setting("remove {}", is_resuming=False)))
-    return _decide_to_apply(lineage, context)
+def _decide_by_record(lineage: Lineage, steps: Sequence[RuleStep]) -> Decision:
+    """Decides the rules of each source by the table."""
+    skipped = set(range(len(steps)))
+    for source in dict.fromkeys(step.source for step in steps):
+        comparison = _RuleComparison(lineage, [(at, step) for at, step in enumerate(steps) if step.source == source])
+        problem = comparison.problem(source)
+        if problem is not None:
+            return Decision(lineage, problem=problem)
+        skipped.difference_update(rule.position for rule in comparison.rest)
+    decision = _applied(lineage, steps, skipped)
+    if not lineage:
+        return decision
+    before = listed(map(text_of, lineage), _SHOWN_RULES, separator="; ")
+    note = f"applied to this state before: {before}"
+    if skipped:
+        note = f"{len(skipped)} of {len(steps)} rules are not applied again (is_resuming=False applies all); {note}"
+    return dataclasses.replace(decision, note=note)
 
 
-def _decide_to_apply(lineage: Lineage, context: ResumeContext) -> Decision:
-    """Applies the transforms, and records them if they count."""
-    entry = context.entry(context.chain, is_resuming=context.is_resuming)
-    without = None if context.is_resuming is not None else lineage or (context.entry(()),)
-    return Decision(False, (*lineage, entry), unmatched=without)
+def _applied(lineage: Lineage, steps: Sequence[RuleStep], skipped: Collection[int]) -> Decision:
+    applied = tuple(step.entry for position, step in enumerate(steps) if position not in skipped)
+    return Decision((*lineage, *applied), skipped, bool(steps) and not applied)
 
 
-def _answers(found: HistoryComparison, context: ResumeContext) -> Fix:
-    if not found.applied or not context.transforms:
-        return ANSWERS
-    words = f"pass {{}} (apply those that follow the {found.applied} recorded after it)"
-    return Fix.any_of(
-        ANSWERS.ways[0], Fix.setting(words, transforms=context.transforms[found.applied :], is_resuming=False)
-    )
+class _RuleComparison:
+    """Comparison of a source's given rules with the recorded rules.
 
+    Attributes:
+      rest: the given rules after the longest beginning with which the record ends.
+    """
 
-# -- texts
+    def __init__(self, lineage: Lineage, steps: Sequence[tuple[int, RuleStep]]):
+        source = steps[0][1].source
+        self._lineage = lineage
+        self._steps = dict(steps)
+        self._recorded = [entry for entry in lineage if _is_of(entry, source)]
+        unrecorded = [position for position, entry in enumerate(self._recorded) if is_unrecorded(entry)]
+        self._is_unrecorded = bool(unrecorded)
+        self._known = self._recorded[unrecorded[-1] + 1 :] if unrecorded else self._recorded
+        self._given = [_Rule(entry, position) for position, step in steps for entry in self._entries(step)]
+        self._count = self._beginning()
+        # What "auto" found is behind the state wherever it stands in the record.
+        remaining = self._given[self._count :]
+        self.rest = [rule for rule in remaining if not (self._is_placeholder(rule) and rule.entry["digest"])]
+        # A rule of all leaves may have been applied before as one of a source.
+        compared = self._recorded if source else lineage
+        self._repeated = [rule for rule in self.rest if self._is_in(rule.entry, compared)]
+        # Rules of the recorded end are given, too: what follows them is no edited form of them.
+        end = self._known[len(self._known) - self._count :]
+        earlier = [entry for entry in compared if not any(entry is known for known in end)]
+        self._new = [rule for rule in self.rest if not self._is_in(rule.entry, earlier)]
 
+    def _entries(self, step: RuleStep) -> list[Entry]:
+        """Returns the entry of a rule; of `"auto"`, those that it found before."""
+        if not step.is_placeholder:
+            return [step.entry]
+        found = [entry for entry in self._known if "auto" in entry]
+        return [{**step.entry, "digest": None}] if self._is_unrecorded and not found else found
 
-def _already_applied(lineage: Lineage, before: str) -> str:
-    source = next(entry["source"] for entry in reversed(lineage) if applied_rules(entry))
-    where = ", ".join(source.values()) if is_mapping(source) else source
-    return (
-        f"the transforms are not applied: by the checkpoint's record they were applied already, to {where!r}: "
-        f"{before}; is_resuming=False applies them again"
-    )
+    def _is_placeholder(self, rule: _Rule) -> bool:
+        return self._steps[rule.position].is_placeholder
 
+    def _beginning(self) -> int:
+        for count in range(min(len(self._known), len(self._given)), 0, -1):
+            pairs = zip(self._known[-count:], self._given, strict=False)
+            if all(_is_same(entry, rule.entry) for entry, rule in pairs):
+                return count
+        return 0
 
-def side_by_side(recorded: Rules, given: Rules) -> str:
-    """Describes a difference: the rules of both lists, each with its state."""
-    rows: list[str] = []
-    left, newest = list(enumerate(recorded)), -1
-    for rule in given:
-        shown, key = rule.name or "; ".join(rule.texts), (rule.name, rule.digest)
-        same = [one for one in left if (one[1].name, one[1].digest) == key and (rule.name or rule.digest)][:1]
-        alike = same or [one for one in left if _is_edited(one[1], rule)]
-        left = [one for one in left if one not in alike]
-        old = "; ".join(texts_of(one for _, one in alike))
-        if same:
-            rows.append(f"applied: {shown}{' (moved)' if same[0][0] < newest else ''}")
-            newest = max(newest, same[0][0])
-        elif not alike:
-            rows.append(f"missing in the record: {shown}")
-        elif old == "; ".join(rule.texts):
-            rows.append(f"changed: {shown} (it reads the same, but its data or functions may differ)")
+    def _is_in(self, rule: Entry, recorded: Iterable[Entry]) -> bool:
+        """Returns True if a rule was applied before, as it is or edited."""
+        for entry in recorded:
+            if "name" in rule and "name" in entry:
+                if entry["name"] == rule["name"]:
+                    return True
+                if self._count:  # names tell apart what follows the recorded migrations
+                    continue
+            if entry.get("digest") and entry["digest"] == rule["digest"]:
+                return True
+            if not set(entry.get("patterns", ())).isdisjoint(rule.get("patterns", ())):
+                return True
+        return False
+
+    def problem(self, source: str) -> tuple[str, Fix] | None:
+        """Returns message and fix if only the caller can decide."""
+        entries = [*self._known, *(rule.entry for rule in self._given)]
+        ways = [_APPLIED, _NOT_APPLIED]
+        if self._is_unrecorded and self.rest:
+            message = "nothing records what was applied to this state before it was saved"
+        elif self._recorded and self._given and any(entry["digest"] is None for entry in entries):
+            message = (
+                "rules were applied to this state before, and a lambda, a closure, a callable object or much data "
+                "cannot be compared with them"
+            )
+        elif self._repeated:
+            message, ways = "rules given were applied to this state before, in another order or form", [_APPLIED]
+        elif source and self.rest and any("source" not in entry for entry in self._lineage):
+            message, ways = f"rules of all leaves were applied after those of the source {source!r}", [_AT_THE_END]
         else:
-            rows.append(f"changed: {shown} (recorded as {old})")
-    rows += [f"missing in those given: {rule.name or '; '.join(rule.texts)}" for _, rule in left]
-    return (
-        f"the rules that were applied to this state are not those given: {listed(rows, _SHOWN_RULES, separator='; ')}"
-    )
+            return None
+        return f"{message}; {self._side_by_side()}", Fix.any_of(*self._new_rules(), *ways)
+
+    def _new_rules(self) -> list[Fix]:
+        """Returns the fix that applies only the rules that the record lacks, if it is certain."""
+        new = [self._steps[rule.position] for rule in self._new]
+        is_certain = bool(new) and (self._count or self._repeated) and all(step.entry["digest"] for step in new)
+        if not is_certain or any(step.source or step.name or step.is_placeholder for step in new):
+            return []
+        transforms = [step.transform for step in new]
+        return [Fix.setting("pass {} (only those that the record lacks)", transforms=transforms, is_resuming=False)]
+
+    def _side_by_side(self) -> str:
+        recorded = [text_of(entry) for entry in self._recorded or self._lineage]
+        given: list[str] = []
+        for number, rule in enumerate(self._given):
+            text = text_of(rule.entry)
+            if rule.entry["digest"] is None:
+                text += " (cannot be compared)"
+            elif rule in self._repeated:
+                is_equal = any(entry.get("digest") == rule.entry["digest"] for entry in self._lineage)
+                text += " (in the record)" if is_equal else " (in the record, edited)"
+            else:
+                text += " (the record ends with it)" if number < self._count else " (new)"
+            given.append(text)
+        lists = [listed(rows, _SHOWN_RULES, separator="; ") for rows in (recorded, given)]
+        return f"recorded: [{lists[0]}], given: [{lists[1]}]"
 
 
-def _is_edited(recorded: RuleRecord, given: RuleRecord) -> bool:
-    if given.name or recorded.name:
-        return given.name == recorded.name
-    return not set(recorded.texts).isdisjoint(given.texts)
+def _is_of(entry: Entry, source: str) -> bool:
+    return entry.get("source", "") == source or (is_unrecorded(entry) and "source" not in entry)
 
 
-def _fix_of_difference(recorded: Rules, context: ResumeContext) -> Fix:
-    old, new = [rule.digest for rule in recorded], [rule.digest for rule in context.chain]
-    if is_part(new, old):
-        return HAS_MORE
-    if is_part(old, new) and context.transforms:
-        inserted = list(context.transforms)
-        for digest in reversed(old):
-            # The last that fits: the rules of the record are in the list's order.
-            position = max(index for index in range(len(inserted)) if new[index] == digest)
-            del inserted[position], new[position]
-        words = "apply those that were inserted alone, once, with {}"
-        return Fix.setting(words, transforms=tuple(inserted), is_resuming=False)
-    return Fix.any_of(
-        Fix.setting(
-            "give the rules as they were recorded and what follows from them at the end, or pass {} (the state "
-            "is as those given make it)",
-            is_resuming=True,
-        ),
-        Fix("apply alone, with is_resuming=False, those that this state lacks"),
-    )
+def _is_same(recorded: Entry, given: Entry) -> bool:
+    """Returns True if a recorded rule is the given one; a plain list may have become migrations."""
+    if recorded["digest"] is None or recorded["digest"] != given["digest"]:
+        return False
+    return recorded.get("name") == given.get("name") or not {"name"} <= recorded.keys() & given.keys()
+
+
+def combine_decisions(records: Mapping[str, Lineage | None], decisions: Mapping[str, Decision]) -> Decision:
+    """Combines the decisions for the items of a step."""
+    first, *others = decisions.values()
+    if not others:
+        return first
+    if len({(decision.problem is None, tuple(decision.skipped)) for decision in decisions.values()}) > 1:
+        message = f"the items {', '.join(map(repr, decisions))} have differing records of what was applied to them"
+        return Decision(problem=(message, Fix.setting("restore one item at a time with {}", item=...)))
+    added = first.lineage[len(next(iter(records.values())) or ()) :]
+    notes = dict.fromkeys(decision.note for decision in decisions.values() if decision.note)
+    return dataclasses.replace(first, lineage=(*union(records.values()), *added), note="; ".join(notes))

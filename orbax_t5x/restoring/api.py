@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar, Unpack, overload
 
 import jax
@@ -14,13 +13,13 @@ import jax
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.provenance.question import Decision
-from orbax_t5x.provenance.records import Records
+from orbax_t5x.provenance.decision import Decision
+from orbax_t5x.provenance.records import union
 from orbax_t5x.readers import Limits
-from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory
+from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory, keeps_found_rules
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, PlanKeywords, RestoreKeywords, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.planner import build_plan, leads_to_target_of, plan_inputs
+from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, chain_of, open_sources
 from orbax_t5x.text.masked import masked
 from orbax_t5x.text.progress_bar import Progress
@@ -203,6 +202,12 @@ def open_plan(
     caller: Caller = ANY_RESTORE,
 ) -> RestorePlan:
     """Makes the plan of a restore."""
+    chain = chain_of(transforms)
+    return plan_of(open_for(target, source, options, stack), target, chain, options, caller)
+
+
+def open_for(target: Any, source: AnySource, options: RestoreOptions, stack: contextlib.ExitStack) -> OpenSources:
+    """Opens the sources of a restore into a target."""
     if jax.distributed.is_initialized():
         _announce_exit()
     if isinstance(target, str | os.PathLike):
@@ -210,8 +215,7 @@ def open_plan(
             f"the target is a tree of shapes or arrays, or None, and not the path {masked(str(target))!r}; "
             "the checkpoint is the first argument, and the target the second"
         )
-    chain = chain_of(transforms)
-    return plan_of(open_sources(source, options, stack), target, chain, options, caller)
+    return open_sources(source, options, stack)
 
 
 def plan_of(
@@ -222,22 +226,31 @@ def plan_of(
     caller: Caller = ANY_RESTORE,
 ) -> RestorePlan:
     """Makes the plan of a restore from open sources."""
-    inputs = plan_inputs(sources, target, transforms, options)
+    if transforms or sources.chain or caller.keeps_lineage:
+        inputs, decision = decided_inputs(sources, target, transforms, options, caller)
+        is_restore = caller.kind == "restore"
+        return build_plan(inputs, decision, proposes=caller.proposes, warns_of_skipped=is_restore)
     history = SourceHistory(sources)
-
-    def decided(records: Records, *, once: bool = False) -> Decision:
-        leads = partial(leads_to_target_of, inputs)
-        return history.decide(records, inputs.transforms, options, caller.kind, leads, once=once)
-
-    if inputs.transforms or caller.keeps_lineage:
-        # The only reads between opening the sources and reading arrays. Before the plan: transforms that were applied
-        # already fail in ways that would only hide why.
-        decision = decided(caller.agree(history.with_older_steps_once()), once=True)
-        return build_plan(inputs, decision, proposes=caller.proposes)
-    _ = history.recorded  # a damaged record is an error also of a restore that needs none
+    recorded = union(history.recorded.values())  # a damaged record is an error also of a restore that needs none
+    inputs = plan_inputs(sources, target, (), options)
     return build_plan(
         inputs,
-        Decision(is_resuming=options.is_resuming is True, lineage=()),
+        Decision(recorded, is_resuming=options.is_resuming is True),
         proposes=caller.proposes,
-        read_provenance=lambda: decided(history.with_older_steps()).lineage,
+        read_provenance=lambda: history.decide(history.with_older_steps(), (), options, caller.kind).lineage,
     )
+
+
+def decided_inputs(
+    sources: OpenSources, target: Any, transforms: Sequence[Callable[..., Any]], options: RestoreOptions, caller: Caller
+) -> tuple[PlanInputs, Decision]:
+    """Returns the inputs of a plan, and which of its transforms were applied before.
+
+    It reads the records of the sources: nothing else is read between opening them and reading arrays. Transforms that
+    were applied before would fail in ways that only hide why.
+    """
+    history = SourceHistory(sources)
+    records = caller.agree(history.with_older_steps_once())
+    finds_rules = not keeps_found_rules(records, options, caller.kind)
+    inputs = plan_inputs(sources, target, transforms, options, finds_rules=finds_rules)
+    return inputs, history.decide(records, inputs.steps, options, caller.kind)

@@ -2,13 +2,13 @@
 
 The same rules hold for what a checkpoint has, what a transform put into the state dict, and what a fallback gives, as a
 tree or by a function: shapes are equal, a lossless conversion is done, a lossy one has to be asked for, and float to
-integer, complex to real, and number to bool are never done here. Python scalars are weakly typed, as in JAX. Every
-clash is a problem; nothing raises and nothing is read.
+integer, complex to real, and number to bool are never done here. The one exception is a step, which may be stored as a
+float with a whole value. Python scalars are weakly typed, as in JAX. Every clash is a problem; nothing raises and
+nothing is read.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -29,16 +29,8 @@ from orbax_t5x.trees.dtypes import conversion, kind_of
 Origin = Literal["the checkpoint", "the state dict", "the fallback"]
 
 _STEP_NAMES = frozenset({"step", "global_step"})
-_OTHER_DEPTH = Fix("build the model with the checkpoint's number of layers, if that is the dimension that differs")
-_UNKNOWN_DIMENSIONS = Fix(
-    "find out which dimensions are the same: the names do not show it, and a transform that makes the shape may still "
-    "mix what belongs apart"
-)
 # A Python scalar takes the dtype of what it meets where that is of the same kind or a later one.
 _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
-# A container of layers that are one array for all of them.
-_LAYERS = re.compile(r"(?i)(?:\w*_)?(?:layers?|blocks?|h|stack|scan[a-z]*|(?:en|de)coder_?blocks?)(?:_(?:stack|scan))?")
-_LAYER = re.compile(r"(?i)(?:.*(?:layer|block)s?|blk|h)")
 
 
 class Fitting:
@@ -114,9 +106,8 @@ class Fitting:
         if change == "lossy":
             if self._lossy_is_allowed or (name in self._narrowed and kind_of(source) == "float"):
                 return "cast"
-            is_step = not leaf.shape and name.rsplit("/", 1)[-1] in _STEP_NAMES
-            if is_step and kind_of(source) == kind_of(leaf.dtype) == "int":
-                return "checked"
+        if _is_step(name, leaf) and kind_of(source) in ("int", "float"):
+            return "checked"
         self._dtype_problem(name, leaf, source, origin, is_lossy=change == "lossy")
         return "none"
 
@@ -130,9 +121,7 @@ class Fitting:
         elif impls and not same_width:
             fix = Fix.by_target(f"give the target such keys ({_key_text(impls[0])}), or the shape of their data")
         else:
-            words = 1 if impls else 0  # transforms see keys without the axis of their data
-            shapes = (shape[: len(shape) - words] for shape in (view.shape, leaf.shape))
-            fix = _shape_fix(name, *shapes, is_key=leaf.kind == "key")
+            fix = None  # an explanation looks at all shapes together
         source_text = _described_source(name, view)
         if leaf.kind == "key":
             wanted = f"keys of {leaf.key_impl!r} in the target have data of shape {leaf.shape}"
@@ -212,6 +201,12 @@ class Fitting:
         self._note(Problem(kind, name, message, fix))
 
 
+def _is_step(name: str, leaf: TargetLeaf) -> bool:
+    """Returns True for an integer step counter: T5X writes it as a float once it has resumed a run."""
+    last = name.removesuffix("/value").rsplit("/", 1)[-1]
+    return not leaf.shape and last in _STEP_NAMES and kind_of(leaf.dtype) == "int"
+
+
 def _stored_impls(view: View) -> list[str]:
     """Returns the recorded implementations of a view's PRNG keys."""
     return sorted({leaf.prng_impl for leaf in view.leaves() if leaf.prng_impl is not None})
@@ -228,26 +223,6 @@ def _key_width_fix(impls: list[str]) -> Fix:
     names = " or ".join(map(repr, impls))
     text = f"give the target keys of the implementation that made the data, {names}: {_key_text(impls[0])}"
     return Fix.by_target(text)
-
-
-def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> Fix:
-    """Returns the fix for a shape: `Pad` or `Slice`."""
-    stored = Fix.by_target("give the target the checkpoint's shape")
-    pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
-    pattern = re.escape(name)
-    if stacked_part(name) is not None:
-        return Fix.any_of(stored, _OTHER_DEPTH)
-    if pairs and all(have <= want for have, want in pairs):
-        grown = tuple(None if have == want else want for have, want in pairs)
-        filled = Fix.adding(transforms.Pad(pattern, grown, transforms.FALLBACK)).also_setting(
-            "give {} values for what is new", fallback=...
-        )
-        # Keys of zeros are all the same key.
-        return Fix.any_of(stored, *([] if is_key else [Fix.adding(transforms.Pad(pattern, grown, 0))]), filled)
-    if pairs and all(have >= want for have, want in pairs):
-        index = tuple((None, None if have == want else want, None) for have, want in pairs)
-        return Fix.any_of(stored, Fix.adding(transforms.Slice(pattern, index)))
-    return Fix.any_of(stored, _UNKNOWN_DIMENSIONS)
 
 
 def _key_dtype_of(value: Any) -> Any:
@@ -273,19 +248,3 @@ def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
     """Makes the error of a step too large for the target's dtype."""
     problem = Problem("dtype", leaf.name, message, Fix.by_target("give the target the stored dtype"))
     return RestorePlanError([problem], path=leaf.path or None)
-
-
-def is_layer_word(part: str) -> bool:
-    """Tests if a name's part, without its number, means a layer."""
-    return _LAYER.fullmatch(part) is not None
-
-
-def stacked_part(name: str) -> str | None:
-    """Returns a name up to an unnumbered layer part, or None."""
-    parts = name.split("/")
-    for at, (part, after) in enumerate(itertools.pairwise(parts)):
-        if _LAYERS.fullmatch(part) is not None and not after.isdecimal():
-            return "".join(f"{one}/" for one in parts[: at + 1])
-        if part == after:
-            return "".join(f"{one}/" for one in parts[: at + 2])
-    return None

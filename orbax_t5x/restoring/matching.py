@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +20,7 @@ from orbax_t5x.lazy.value import ComputedLeaf, has_unfilled
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.restoring.targets import MissingLeaf, Target, TargetLeaf, is_key_dtype, is_parameter_name
-from orbax_t5x.text.wording import counted
+from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import compile_pattern, pattern_text
 from orbax_t5x.trees.flat import parents
@@ -30,12 +31,15 @@ if TYPE_CHECKING:
 # Of leaves that do not fit as they are.
 _new_fitting: Callable[..., Fitting] = on_demand.function("orbax_t5x.restoring.fitting", "Fitting")
 _as_dtype = on_demand.function("orbax_t5x.transforms.dtype_names", "as_dtype")
+# Of leaves from a fallback.
+_is_in_optimizer = on_demand.function("orbax_t5x.optim.optimizer_names", "is_in_optimizer")
 # Of padded leaves only.
 _fill: Callable[[Node, Node], Node] = on_demand.function("orbax_t5x.lazy.fill", "fill")
 _NOTHING_RESTORED = Fix.any_of(
     Fix("give transforms that lead from the checkpoint's names to the target's"),
-    Fix.setting("if nothing of the checkpoint is wanted, pass {}", fallback_for=(".*",)),
+    Fix.in_program("if nothing of the checkpoint is wanted, pass fallback_for=['.*']"),
 )
+_SHOWN_NAMES = 3
 _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
@@ -47,6 +51,7 @@ class Matcher:
       problems: of target leaves for which there is a value that cannot be used.
       missing: the leaves of the target that nothing fills, in order.
       restores_nothing: whether there is no value for the target but what the fallback gives; valid after `entries`.
+      replaced: stored shapes of leaves that `fallback_for` names, whose shape is another in the target; by name.
       unfilled: names of the target's leaves for which the state dict has nothing of their shape, in order; some of
         them the fallback may fill. An optimizer's leaves that were reset are not among them.
     """
@@ -66,6 +71,7 @@ class Matcher:
         self.problems: list[Problem] = []
         self.missing: list[MissingLeaf] = []
         self.unfilled: list[str] = []
+        self.replaced: dict[str, tuple[int, ...]] = {}
         self.restores_nothing = False
         self._function_views: dict[LazyArray, View] = {}
         self._options = options
@@ -101,6 +107,8 @@ class Matcher:
                 entries.append(entry)
         if self._fallback is not None:
             self._note_nothing_restored(entries)
+        if self.replaced and self.problems:
+            self._name_their_moments()
         return entries
 
     def _note_nothing_restored(self, entries: Sequence[PlanEntry]) -> None:
@@ -210,6 +218,9 @@ class Matcher:
         self._taken.add(source_name)
         if value is None:
             return self._plan_fallback(name, leaf, source_name in self.state)
+        if isinstance(value, LazyArray | np.ndarray) and tuple(value.shape) != leaf.shape and self._is_new(name):
+            self.replaced[name] = tuple(value.shape)
+            return self._plan_fallback(name, leaf, is_none=False)
         return self._entry(name, leaf, source_name, value)
 
     def _entry(self, name: str, leaf: TargetLeaf, source_name: str, value: Any) -> PlanEntry | None:
@@ -282,12 +293,49 @@ class Matcher:
         patterns = self._fillable or ()
         return [pattern_text(one) for one in patterns if not any(map(one.fullmatch, self._leaves))]
 
+    def _is_named(self, name: str) -> bool:
+        """Returns True if `fallback_for` names a leaf."""
+        return any(pattern.fullmatch(name) for pattern in self._fillable or ())
+
+    def _is_new(self, name: str) -> bool:
+        """Returns True if `fallback_for` names a leaf of the fallback."""
+        return self._fallback is not None and name in self._fallback and self._is_named(name)
+
+    def _name_their_moments(self) -> None:
+        """Proposes to name the moments of parameters that the fallback gives in another shape."""
+        ends = [f"/{name.partition('/')[2] or name}/" for name in self.replaced]
+        shapes = [problem.leaf for problem in self.problems if problem.kind == "shape" and problem.leaf]
+        moments = [name for name in shapes if _is_in_optimizer(name) and any(end in f"/{name}/" for end in ends)]
+        patterns = (*map(pattern_text, self._fillable or ()), *map(re.escape, moments))
+        fix = Fix.setting("name the moments of a parameter that is new, too: pass {}", fallback_for=patterns)
+        self.problems[:] = [
+            dataclasses.replace(problem, fix=fix) if problem.leaf in moments else problem for problem in self.problems
+        ]
+
+    def warnings_of_fills(self, entries: Sequence[PlanEntry]) -> list[str]:
+        """Describes leaves that the fallback fills in place of stored ones, or beside restored moments."""
+        warnings: list[str] = []
+        if self.replaced:
+            shapes = [f"{name} (the checkpoint has {shape})" for name, shape in self.replaced.items()]
+            count = counted(len(shapes), "leaf is", "leaves are")
+            warnings.append(
+                f"{count} taken from the fallback, though the checkpoint has one of another shape: "
+                f"{listed(shapes, _SHOWN_NAMES)}"
+            )
+        filled = _moments_beside_restored(entries)
+        if filled:
+            warnings.append(
+                f"{counted(len(filled), 'moment')} of the optimizer begin anew from the fallback, beside restored ones "
+                f"of other parameters: {listed(filled, _SHOWN_NAMES)}"
+            )
+        return warnings
+
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
         fidelity = self.diagnostics.fidelity.get(name, "")
         if fidelity != "reset":
             self.unfilled.append(name)
         value = None if self._fallback is None else self._fallback.get(name)
-        may_fill = self._fillable is None or any(pattern.fullmatch(name) for pattern in self._fillable)
+        may_fill = self._fillable is None or self._is_named(name)
         if self._fillable is None or not may_fill:
             self._raise_broken_parent(name)
         if value is None or not may_fill:
@@ -312,6 +360,32 @@ class Matcher:
 
     def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: Fix) -> None:
         self.problems.append(Problem(kind, leaf, message, fix))
+
+
+def _moments_beside_restored(entries: Sequence[PlanEntry]) -> list[str]:
+    """Lists an optimizer's arrays from the fallback whose kind is restored for other parameters."""
+    if not any(entry.action == "fallback" for entry in entries):
+        return []
+    arrays = [entry for entry in entries if entry.shape and entry.action in ("read", "fallback")]
+    moments = {entry.name: entry for entry in arrays if _is_in_optimizer(entry.name)}
+    ends = {end for entry in arrays if entry.name not in moments for end in _name_ends(entry.name)}
+    kind_of_moment: dict[str, tuple[str, str]] = {}
+    for name in moments:
+        # Optax's names end with the parameter's, T5X's with the kind.
+        for param, kind in ((name, ""), name.rsplit("/", 1)):
+            longest = next((end for end in _name_ends(param) if end in ends), None)
+            if longest is not None:
+                kind_of_moment[name] = param.removesuffix(longest), kind
+                break
+    restored = {kind for name, kind in kind_of_moment.items() if moments[name].action == "read"}
+    return [name for name, kind in kind_of_moment.items() if moments[name].action == "fallback" and kind in restored]
+
+
+def _name_ends(name: str) -> Iterator[str]:
+    """Yields a name and its ends after each separator, the longest first."""
+    while name:
+        yield name
+        name = name.partition("/")[2]
 
 
 def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:

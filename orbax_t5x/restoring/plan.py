@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 
@@ -20,6 +20,7 @@ from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.lazy.box import full_box
 from orbax_t5x.lazy.read_stats import Verify
+from orbax_t5x.provenance.records import Lineage
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.targets import Target, TargetLeaf
@@ -27,6 +28,7 @@ from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Why
+from orbax_t5x.trees.named_leaves import leaves_digest
 
 _execute_plan = on_demand.function("orbax_t5x.restoring.executor", "execute_plan")
 _peak_bytes = on_demand.function("orbax_t5x.restoring.executor", "peak_bytes")
@@ -229,6 +231,22 @@ Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
 """Computes leaves of the target with a fallback function, by name."""
 
 
+class ExecutedPlans:
+    """Restores of this process that led to a state with rules behind it.
+
+    Attributes:
+      states: Digest of the restored tree's names, shapes and dtypes, and the recorded rules, of each.
+    """
+
+    states: ClassVar[list[tuple[str, Lineage]]] = []
+
+    @classmethod
+    def note(cls, tree: Any, lineage: Lineage) -> None:
+        """Notes a restored tree."""
+        if lineage:
+            cls.states.append((leaves_digest(tree), lineage))
+
+
 class PlanMigrations(NamedTuple):
     """Names of a plan's migrations, applied before and now."""
 
@@ -275,6 +293,7 @@ class RestorePlan(Generic[_Restored]):
       report: after `execute`, what was read and checked.
       processes: Orbax's options of the processes that execute it together; None: all of the job.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
+      lineage: rules behind the restored state, as far as its own record says.
       rest: the transforms that are applied.
       migrations: the names of the migrations that were applied before, and of those that are applied, or None.
       decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
@@ -301,6 +320,7 @@ class RestorePlan(Generic[_Restored]):
     why: Mapping[str, Why]
     bytes_read_at_planning: int
     is_resuming: bool
+    lineage: Lineage
     rest: tuple[AnyTransform, ...]
     migrations: PlanMigrations | None
     processes: AnyProcesses | None
@@ -384,6 +404,7 @@ class RestorePlan(Generic[_Restored]):
         self.report = report
         _record_read(report)
         restored = self.target.rebuild(values)
+        ExecutedPlans.note(restored, self.lineage)
         if is_logged:
             _logger.info("%s", _has_restored(self, report))
         return restored

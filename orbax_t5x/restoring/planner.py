@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x import on_demand
-from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import Leaf
 from orbax_t5x.lazy.node import LeafNode
 from orbax_t5x.lazy.read_stats import counting_reads
-from orbax_t5x.provenance.question import Decision, LeadsToTarget
+from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import Lineage
+from orbax_t5x.provenance.steps import RuleStep, steps_of, without_skipped
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry, PlanMigrations, RestorePlan
@@ -30,14 +31,15 @@ from orbax_t5x.restoring.sources import (
     asks_for_rules,
     names_of_migrations,
     rules_found,
-    without_parts,
     without_saved_whole_prefix,
     written_out,
 )
 from orbax_t5x.restoring.targets import Target, flatten_target
+from orbax_t5x.text.code import Code
 from orbax_t5x.text.wording import size_text
 from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics, Why
+from orbax_t5x.transforms.migrations import Migration
 from orbax_t5x.transforms.run import run_on_leaves
 from orbax_t5x.trees.flat import parents, prefixed
 
@@ -89,27 +91,28 @@ class PlanInputs:
                 found.update(dict.fromkeys(leaves, name))
         return found
 
+    @functools.cached_property
+    def steps(self) -> tuple[RuleStep, ...]:
+        """The single rules of the transforms, for records."""
+        return steps_of(self.transforms, rules_found(self.given, self.transforms))
+
     def match(self, state: Mapping[str, Any], diagnostics: Diagnostics) -> Matcher:
         """Makes a matcher of a state dict."""
         return Matcher(self.target, self.options, self.fallback, self.stored_names, state, diagnostics)
 
-    def bare_sources(self) -> dict[str, dict[str, Any]]:
-        """Returns the leaves of the sources without own transforms."""
-        names = set(filter(None, self.sources.checkpoints))
-        bare = names - {one.source for one in self.transforms if isinstance(one, OneSource)}
-        leaves: dict[str, dict[str, Any]] = {}
-        for name, value in self.source.items() if bare else ():
-            # Of the sources `a` and `a/b` both may be meant; the longer one is tried.
-            owner = max((one for one in names if name.startswith(f"{one}/")), key=len, default="")
-            if owner in bare and value is not None:
-                leaves.setdefault(owner, {})[name.removeprefix(f"{owner}/")] = value
-        return leaves
-
 
 def plan_inputs(
-    sources: OpenSources, target: Any, transforms: Sequence[Callable[..., Any]], options: RestoreOptions
+    sources: OpenSources,
+    target: Any,
+    transforms: Sequence[Callable[..., Any]],
+    options: RestoreOptions,
+    *,
+    finds_rules: bool = True,
 ) -> PlanInputs:
-    """Prepares the inputs of a plan."""
+    """Prepares the inputs of a plan.
+
+    Without `finds_rules` `"auto"` stays: it stands for the rules that the record marks as found.
+    """
     given = (*sources.chain, *transforms)
     flattened = flatten_target(target)
     diagnostics = Diagnostics(allows_unmapped=not options.strict, applied=[])
@@ -120,7 +123,7 @@ def plan_inputs(
     if flattened.problems and not flattened.leaves:  # whatever else is wrong follows from that
         raise diagnostics.error(list(flattened.problems), path=sources.path)
     written, why = given, dict[str, Why]()
-    if any(map(asks_for_rules, given)):
+    if finds_rules and any(map(asks_for_rules, given)):
         patterns = [] if options.fallback is None else list(options.fallback_for or ())
         fillable = {name for one in patterns for name in flattened.original if re.fullmatch(one, name)}
         path, target_leaves = sources.path, flattened.original
@@ -130,62 +133,24 @@ def plan_inputs(
     return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics, why)
 
 
-def _leads_to_target(inputs: PlanInputs, skipped: Sequence[int], is_exact: bool) -> bool:
-    """Tests if transforms without the skipped names lead to the target.
-
-    Without `is_exact` the options may permit missing and leftover leaves.
-    """
-    options = dataclasses.replace(inputs.options, fallback=None, fallback_for=None)
-    diagnostics = Diagnostics(allows_unmapped=not options.strict)
-    try:
-        original = inputs.target.original
-        state = run_on_leaves(
-            inputs.transforms, inputs.source, original, is_resuming=False, diagnostics=diagnostics, skipped=skipped
-        )
-        matcher = Matcher(inputs.target, options, None, inputs.stored_names, state, diagnostics)
-        matcher.entries()
-    except RestorePlanError:
-        return False
-    if diagnostics.problems or any(problem.kind == "shape" for problem in matcher.problems):
-        return False
-    may_miss = not is_exact and inputs.options.fallback is not None
-    may_leave = not is_exact and not options.strict
-    return (may_miss or not matcher.missing) and (may_leave or not matcher.leftovers)
-
-
-def leads_to_target_of(inputs: PlanInputs, one: OneSource | None) -> LeadsToTarget | None:
-    """Returns a test if transforms, or a source's, fit the target.
-
-    None: there is no target, or no part of it below the source's name; or transforms of all sources follow.
-    """
-    if one is None:
-        return None if inputs.target.kind == "everything" else functools.partial(_leads_to_target, inputs)
-    target, start = inputs.target, f"{one.source}/"
-    leaves = {name[len(start) :]: leaf for name, leaf in target.leaves.items() if name.startswith(start)}
-    if not leaves or not all(isinstance(other, OneSource) for other in inputs.transforms):
-        return None
-    states = tuple(name[len(start) :] for name in target.inference_states if f"{name}/".startswith(start))
-    original = one.target_below(target.original)
-    part = dataclasses.replace(target, leaves=leaves, original=original, inference_states=states, problems=())
-    own = dataclasses.replace(inputs, source=one.own(inputs.source), target=part, transforms=one.steps)
-    return functools.partial(_leads_to_target, own)
-
-
 def build_plan(
     inputs: PlanInputs,
     decision: Decision,
     *,
     proposes: bool = True,
+    warns_of_skipped: bool = False,
     read_provenance: Callable[[], Lineage] | None = None,
 ) -> RestorePlan:
     """Plans a restore after a `decision` about its transforms.
 
-    The provenance is the decision's, or what `read_provenance` makes of it on first use.
+    The provenance is the decision's, or what `read_provenance` makes of it on first use. With `warns_of_skipped` rules
+    that were applied before are a warning of the plan.
     """
     target, options, diagnostics = inputs.target, inputs.options, inputs.diagnostics
-    diagnostics.warnings += decision.warnings
-    resuming, given = decision.is_resuming, inputs.transforms
-    transforms = without_parts(given, decision.parts) if decision.parts else given
+    if decision.skipped and decision.note and warns_of_skipped:
+        diagnostics.warnings.append(decision.note)
+    resuming = decision.is_resuming
+    transforms, skipped = without_skipped(inputs.transforms, decision.skipped)
     fallback = compute = None
     if options.fallback is not None:
         fallback, compute = _open_fallback(options.fallback, diagnostics.problems.append)
@@ -199,12 +164,7 @@ def build_plan(
     )
     with counting_reads() as reads:
         state = run_on_leaves(
-            transforms,
-            inputs.source,
-            target.original,
-            is_resuming=resuming,
-            diagnostics=diagnostics,
-            skipped=decision.skipped,
+            transforms, inputs.source, target.original, is_resuming=resuming, diagnostics=diagnostics, skipped=skipped
         )
     if reads.bytes_read:
         diagnostics.warnings.append(
@@ -212,8 +172,6 @@ def build_plan(
             "view.map(fn) and ot.transforms.Affine compute as each shard is read"
         )
     _refuse_lost(inputs, diagnostics)
-    has_matched = decision.unmatched is None or bool(diagnostics.origin_of) or _is_changed(inputs.source, state)
-    lineage = decision.lineage if has_matched else decision.unmatched or ()
     matcher = inputs.match(state, diagnostics)
     entries = matcher.entries()
     # The reader's own error, before the problems: the shape of a broken leaf is unknown, and clashes with any target.
@@ -226,12 +184,13 @@ def build_plan(
     dropped = {name for name, value in inputs.stored.items() if value is not None} - used - set(unused)
     if unused:
         diagnostics.warnings += _warnings_of_scales({name: inputs.stored[name] for name in used}, unused)
+    diagnostics.warnings += matcher.warnings_of_fills(entries)
     for pattern in matcher.unused_patterns() if options.fallback_for else ():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     if target.kind == "everything":
         target = _everything(inputs, state, entries, is_changed=bool(transforms) and not resuming)
-    applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in decision.skipped]
-    rest = tuple([one for one in applied if not isinstance(one, OneSource) or one.steps])
+    applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in skipped]
+    rest = tuple([one for one in applied if not isinstance(one, OneSource | Migration) or one.steps])
     plan = RestorePlan(
         entries=tuple(entries),
         target=target,
@@ -239,15 +198,16 @@ def build_plan(
         unused=tuple(sorted(unused)),
         dropped=tuple(sorted(dropped)),
         warnings=tuple(diagnostics.warnings),
-        read_provenance=read_provenance or (lambda: lineage),
+        read_provenance=read_provenance or (lambda: decision.lineage),
         fallback=compute,
         is_fill_expected=options.fallback_for is not None,
-        found_rules=() if resuming or not inputs.given else rules_found(inputs.given, transforms),
-        why={} if resuming or any((decision.skipped, *decision.parts.values())) else inputs.why,
+        found_rules=Code(() if resuming or not inputs.given else rules_found(inputs.given, transforms)),
+        why={} if decision.skipped else inputs.why,
         bytes_read_at_planning=reads.bytes_read,
         is_resuming=resuming,
+        lineage=decision.lineage,
         rest=rest,
-        migrations=_migrations(given, rest) if given else None,
+        migrations=_migrations(inputs.transforms, rest) if inputs.transforms else None,
         processes=options.multiprocessing_options,
     )
     if plan.found_rules and plan.filled and not plan.is_fill_expected:
@@ -270,13 +230,6 @@ def _migrations(given: Sequence[AnyTransform], rest: Sequence[AnyTransform]) -> 
     """Returns the names of the migrations, applied before and now."""
     names, now = names_of_migrations(given), names_of_migrations(rest)
     return PlanMigrations(tuple([name for name in names if name not in now]), now) if names else None
-
-
-def _is_changed(source: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Reports whether transforms did anything to a state dict of views."""
-    return source.keys() != state.keys() or any(
-        getattr(value, "node", value) is not getattr(state[name], "node", state[name]) for name, value in source.items()
-    )
 
 
 def _everything(

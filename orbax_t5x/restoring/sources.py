@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -24,7 +24,8 @@ from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.transforms.base import AnyTransform, Transform, describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics, NewState
-from orbax_t5x.transforms.run import Migration, Migrations, Steps, expanded, run_transforms
+from orbax_t5x.transforms.migrations import Migration, Migrations, expanded
+from orbax_t5x.transforms.run import Steps, run_transforms
 from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
 
@@ -33,7 +34,8 @@ PASS_RULES = Fix.in_program(
 )
 
 AUTO = "auto"
-Transforms = Sequence[Callable[..., Any] | Migrations] | Callable[..., Any] | Migrations | Literal["auto"]
+Listed = Callable[..., Any] | Migrations | Literal["auto"]
+Transforms = Sequence[Listed] | Listed
 _adopt_orbax = on_demand.function("orbax_t5x.transforms.model_surgery", "adopt_orbax")
 # Only calls that went wrong need the packs.
 _PACKAGE_OF_PACKS = "orbax_t5x.rules"
@@ -51,13 +53,21 @@ _AXES = ("params_axes/", "flax_mutables_axes/")
 
 @dataclasses.dataclass(frozen=True)
 class FoundRules(Transform):
-    """Placeholder for the rules that are found, until `written_out` replaces it.
+    """Place of `"auto"` in a chain, until `written_out` replaces it by the rules that it finds.
 
     Attributes:
       given: pairs of names that a user knows, of the checkpoint and of the target.
     """
 
     given: tuple[tuple[str, str], ...] = ()
+    # On a step of a run: for the rules that its record marks as found.
+    stands_for_found: ClassVar[bool] = True
+
+    def describe(self) -> str:
+        return self.as_code()
+
+    def as_code(self) -> str:
+        return repr(AUTO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +143,7 @@ class OneSource(Steps):
 
 
 def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callable[..., Any], ...]:
-    """Checks transforms and returns them as a tuple.
+    """Checks transforms and returns them as a tuple, with a `FoundRules` in place of `"auto"`.
 
     Text and functions that make rule packs are refused. With `has_target` an error may advise `"auto"`.
     """
@@ -147,7 +157,9 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
     chain = (transforms,) if is_single else () if transforms is None else transforms
     if not is_sequence(chain):  # nor a generator
         raise TypeError(f"transforms is {_of_type(chain)}; pass a list of transforms of ot.transforms, or functions")
-    chain = expanded(chain)
+    chain = [FoundRules() if isinstance(step, str) and step == AUTO else step for step in expanded(chain)]
+    if sum(isinstance(step, FoundRules) for step in chain) > 1:
+        raise TypeError(f"{AUTO!r} stands twice in a list of transforms; it finds all rules where it stands once")
     for transform in chain:
         if isinstance(transform, type) and issubclass(transform, Transform):
             raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
@@ -176,16 +188,6 @@ def _pack_of(something: object) -> str | None:
     return something.__name__ if something.__name__ in _pack_names() else None
 
 
-def without_parts(transforms: Sequence[AnyTransform], parts: Mapping[int, Collection[int]]) -> tuple[AnyTransform, ...]:
-    """Returns transforms without some of those of named sources, by position."""
-    return tuple(
-        dataclasses.replace(one, steps=tuple(step for index, step in enumerate(one.steps) if index not in parts[at]))
-        if isinstance(one, OneSource) and parts.get(at)
-        else one
-        for at, one in enumerate(transforms)
-    )
-
-
 def names_of_migrations(transforms: Iterable[AnyTransform]) -> tuple[str, ...]:
     """Lists the names of migrations; of a named source with its name."""
     names: list[str] = []
@@ -199,20 +201,18 @@ def names_of_migrations(transforms: Iterable[AnyTransform]) -> tuple[str, ...]:
 
 def asks_for_rules(transform: AnyTransform) -> bool:
     """Tests for `"auto"`, also of a source."""
-    steps = transform.steps if isinstance(transform, OneSource) else (transform,)
-    return any(isinstance(step, FoundRules) for step in steps)
+    return any(isinstance(step, FoundRules) for step in _own_steps(transform))
 
 
 def rules_found(given: Sequence[AnyTransform], written: Sequence[AnyTransform]) -> tuple[AnyTransform, ...]:
     """Returns the rules in a chain in place of `"auto"`."""
-    asked = {one.source for one in given if isinstance(one, OneSource) and asks_for_rules(one)}
-    found: list[AnyTransform] = []
-    for one in written:
-        if isinstance(one, OneSource):
-            found += one.steps if one.source in asked else ()
-        elif not any(one is other for other in given):
-            found.append(one)
-    return tuple(found)
+    ids = {id(step) for transform in given for step in _own_steps(transform)}
+    return tuple(step for transform in written for step in _own_steps(transform) if id(step) not in ids)
+
+
+def _own_steps(transform: AnyTransform) -> Sequence[AnyTransform]:
+    """Returns the transforms of a named source, or the transform itself."""
+    return transform.steps if isinstance(transform, OneSource) else (transform,)
 
 
 def written_out(
@@ -227,16 +227,17 @@ def written_out(
 ) -> tuple[AnyTransform, ...]:
     """Replaces `"auto"` in the chain by rules.
 
-    They lead from the source's leaves to the target's. Leaves of the target that are `fillable` need no rule. With
-    the `settings` of the restore it need not apply the rule packs again. The reasons for the target's leaves are added
-    to `why`.
+    They lead from the source's leaves to the target's, as these are before the transforms that follow `"auto"`. Leaves
+    of the target that are `fillable` need no rule. With the `settings` of the restore it need not apply the rule packs
+    again. The reasons for the target's leaves are added to `why`.
     """
     settings, why = settings or Diagnostics(), {} if why is None else why
+    steps = tuple(transforms)
     chain: list[AnyTransform] = []
-    for transform in transforms:
+    for at, transform in enumerate(steps):
         if isinstance(transform, FoundRules):
             before = run_transforms(chain, source, target, is_resuming=False, diagnostics=settings.settings())
-            mapping = _find_mapping(transform, before, target, path, fillable, settings)
+            mapping = _find_mapping(transform, before, target, path, fillable, settings, steps[at + 1 :])
             chain.extend(mapping.parts)
             why.update(mapping.why)
         elif isinstance(transform, OneSource):
@@ -355,11 +356,10 @@ def _own_chain(name: str, source: Source, checkpoint: Checkpoint | None = None) 
 
 
 def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """Returns the chain of unopened sources, if its rules are known."""
+    """Returns the chain of sources that are not opened, with `FoundRules` in place of `"auto"`."""
     sources = {} if source is None else _sources_by_name(source)
     own = [step for name, one in sources.items() for step in _own_chain(name, one)]
-    chain = (*own, *chain_of(transforms))
-    return () if any(map(asks_for_rules, chain)) else chain
+    return (*own, *chain_of(transforms))
 
 
 def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:

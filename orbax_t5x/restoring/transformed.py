@@ -10,6 +10,7 @@ from typing import Any
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import LazyArray, View, as_view
 from orbax_t5x.lazy.value import has_unfilled
+from orbax_t5x.provenance.steps import steps_of, without_skipped
 from orbax_t5x.restoring.lineage import SourceHistory
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import (
@@ -18,11 +19,12 @@ from orbax_t5x.restoring.sources import (
     Transforms,
     chain_of,
     open_sources,
-    without_parts,
+    rules_found,
     written_out,
 )
 from orbax_t5x.transforms.base import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.migrations import Migration
 from orbax_t5x.transforms.run import run_on_leaves
 
 
@@ -50,23 +52,21 @@ def open_transformed(
     path = sources.path or ""
     diagnostics = Diagnostics(allows_unmapped=not options.strict, applied=[])
     stored = sources.leaves(diagnostics)
-    applied = written_out((*sources.chain, *chain), stored, target, path, settings=diagnostics)
+    given = (*sources.chain, *chain)
+    applied = written_out(given, stored, target, path, settings=diagnostics)
     history = SourceHistory(sources)
     records = history.with_older_steps() if applied else history.recorded
-    decision = history.decide(records, applied, options, "convert")
-    resuming = decision.is_resuming
-    applied = without_parts(applied, decision.parts)
-    state = run_on_leaves(
-        applied, stored, target, is_resuming=resuming, diagnostics=diagnostics, skipped=decision.skipped
-    )
+    decision = history.decide(records, steps_of(applied, rules_found(given, applied)), options, "restore")
+    applied, skipped = without_skipped(applied, decision.skipped)
+    state = run_on_leaves(applied, stored, target, is_resuming=False, diagnostics=diagnostics, skipped=skipped)
     views = _views(state, diagnostics)
     if diagnostics.problems:
         raise diagnostics.error(path=path)
-    warnings = (*decision.warnings, *diagnostics.warnings)
-    rest = [one for index, one in enumerate(applied) if index not in decision.skipped]
-    rules = [] if resuming else [describe_transform(one) for one in rest if not isinstance(one, OneSource) or one.steps]
+    warnings = ([decision.note] if decision.skipped and decision.note else []) + diagnostics.warnings
+    rest = [one for index, one in enumerate(applied) if index not in skipped]
+    rules = [describe_transform(one) for one in rest if not isinstance(one, OneSource | Migration) or one.steps]
     shared_paths = tuple(checkpoint.shared_path for checkpoint in sources.checkpoints.values())
-    return TransformedLeaves(path, shared_paths, views, tuple(rules), warnings)
+    return TransformedLeaves(path, shared_paths, views, tuple(rules), tuple(warnings))
 
 
 def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View]:

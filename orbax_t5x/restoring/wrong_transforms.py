@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 from orbax_t5x import on_demand
-from orbax_t5x.restoring.sources import AUTO
 from orbax_t5x.transforms import MODULE_OF as public_transforms
 
 _pack_names = on_demand.function("orbax_t5x.rules.graph", "pack_names")
@@ -20,10 +19,6 @@ def of_type(something: object) -> str:
 
 def instead_of(something: object) -> str:
     """Suggests a replacement for an item in a list of transforms."""
-    if something == AUTO:
-        return (
-            f"{AUTO!r} stands alone, or is a source's: restore from ot.Source(path, {AUTO!r}) with the other transforms"
-        )
     call = call_of(something) if isinstance(something, str) else None
     return f"pass {call or 'transforms of ot.transforms, or functions'}"
 

@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import math
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,9 +38,8 @@ from orbax_t5x.transforms.run import run_and_place
 _ROOTS = ("target/", "params/params/", "params/")
 # A model of fewer shapes, without a word that both sides have, may be another one.
 _LEAST_SHAPES = 3
-_LONGEST_CODE = 600
 _ALIGNED = "by shapes, structure and names"
-# Answers that are tried for the one that settles most.
+# Rounds of answers, each of which may settle leaves for the next.
 _TRIED = 4
 # Rows of open leaves that a problem shows.
 _SHOWN = 3
@@ -339,31 +337,26 @@ def _problem(way: _Way, alignment: Alignment, given: Mapping[str, str] | None = 
         f"shapes, structure and names leave no single reading for {counted(len(alignment.open), 'parameter')} of the "
         f"target's {count}: {listed(shown, _SHOWN, noun='patterns', separator='; ')}"
     )
-    if parts:
-        code = textwrap.shorten(calls_code(parts), _LONGEST_CODE, placeholder=" …")
-        message += f". The rules found cover {alignment.covered}: {code}"
     answers = {} if way.before or way.after else _answer(way, alignment, given or {})
-    fix = Fix("give the open leaves the target's words by a Rename, and pass it with the rules found as transforms")
+    fix = Fix("give the open leaves the target's words by a Rename")
     if answers:
-        fix = Fix.setting("if it is so, pass {}", transforms=Answers(tuple(answers.items())))
-    return Problem("rule", None, message, Fix.any_of(fix, _NAME_NEW))
+        old, new = next((old, new) for old, new in answers.items() if old not in (given or {}))
+        fix = Fix.setting(f"is {old} the target's {new}? If so, pass {{}}", transforms=Answers(tuple(answers.items())))
+    ways = [fix, _NAME_NEW]
+    if parts:
+        text = f"the rules found cover {alignment.covered}: transforms=[{calls_code(parts)}]"
+        ways.append(Fix.in_program(text))
+    return Problem("rule", None, message, Fix.any_of(*ways))
 
 
 def _answer(way: _Way, alignment: Alignment, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns answers that settle most leaves, or nothing.
-
-    Leaves with a single candidate are answered together. Of others, the answer that settles most is added.
-    """
+    """Returns answers for open leaves whose most similar reading is a single one, or nothing."""
     answers, best = dict(given), alignment
     for _ in range(_TRIED):
-        found = _settled(way, answers, _answers_of_one_candidate(best.open, answers))
-        if found is None or found[1].covered <= best.covered:
+        settled = _settled(way, answers, _most_similar(best.open, answers))
+        if settled is None or settled[1].covered <= best.covered:
             break
-        answers, best = found
-    names = list(best.open)
-    tried = [names[row.members[0]] for row in best.folded()[:_TRIED]]
-    ways = [_settled(way, answers, {old: name for old in best.open[name][:1]}) for name in tried]
-    answers, best = max([(answers, best), *filter(None, ways)], key=lambda one: one[1].covered)
+        answers, best = settled
     return answers if best.covered > alignment.covered else {}
 
 
@@ -380,14 +373,29 @@ def _settled(way: _Way, known: Mapping[str, str], more: Mapping[str, str]) -> tu
     return None
 
 
-def _answers_of_one_candidate(readings: Mapping[str, Sequence[str]], known: Mapping[str, str]) -> dict[str, str]:
-    """Returns answers for leaves with a single candidate and taker.
+def _most_similar(readings: Mapping[str, Sequence[str]], answered: Mapping[str, str]) -> dict[str, str]:
+    """Returns pairs of which each leaf is the other's only reading, or the one most like it.
 
     One layer answers for all.
     """
-    takers = collections.Counter(old for found in readings.values() for old in found)
+    takers: dict[str, list[str]] = collections.defaultdict(list)
+    for name, candidates in readings.items():
+        for old in candidates:
+            takers[old].append(name)
     answers: dict[tuple[str, str], tuple[str, str]] = {}
-    for name, found in readings.items():
-        if len(found) == 1 and takers[found[0]] == 1 and found[0] not in known:
-            answers.setdefault((_NUMBERS.sub("", found[0]), _NUMBERS.sub("", name)), (found[0], name))
+    for name, candidates in readings.items():
+        old = _only_most_like(name, candidates)
+        if old is not None and old not in answered and _only_most_like(old, takers[old]) == name:
+            answers.setdefault((_NUMBERS.sub("", old), _NUMBERS.sub("", name)), (old, name))
     return dict(answers.values())
+
+
+def _only_most_like(name: str, candidates: Sequence[str]) -> str | None:
+    """Returns the name with the most parts in common, or the only one; None if two have as many."""
+    if len(candidates) == 1:
+        return candidates[0]
+    parts = collections.Counter(path_of(name))
+    likeness = [(sum((parts & collections.Counter(path_of(other))).values()), other) for other in candidates]
+    likeness.sort(reverse=True)
+    is_single = bool(likeness) and likeness[0][0] > likeness[1][0]
+    return likeness[0][1] if is_single else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy.read_stats import counting_reads, note_read
+from orbax_t5x.provenance.digests import text_digest
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Given, Transform
@@ -312,8 +313,15 @@ class RulePack(Chain):
         )
 
     def digest(self) -> str | None:
-        """As `Transform.digest`; `found` does not count."""
+        """As `Transform.digest`; of a call its code, and `found` does not count."""
+        if self._call is not None:
+            return text_digest(self.as_code())
         return super().digest() if not self.found else dataclasses.replace(self, found="").digest()
+
+    @property
+    def recorded_patterns(self) -> tuple[str, ...]:
+        """The called function: a call with other arguments is an edited rule in a record."""
+        return () if self._call is None else (f"{'inverse of ' * self._call.is_inverse}{self._call.function}",)
 
     def __repr__(self) -> str:
         return f"<RulePack {self.found or self.name}>"

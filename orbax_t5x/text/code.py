@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeGuard
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
+
+# Columns of code that is shown; a literal that is longer stays whole.
+_WIDTH = 100
+_INDENT = "    "
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 def _is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
@@ -43,3 +49,65 @@ def calls_code(values: Iterable[Any]) -> str:
 def arguments_code(arguments: Mapping[str, Any]) -> str:
     """Returns keyword arguments as `a=1, b=True`."""
     return ", ".join(f"{name}={'' if value is ... else code_of(value)}" for name, value in arguments.items())
+
+
+def code_lines(code: str, indent: str = "") -> list[str]:
+    """Lays code out over lines as Black does, with no line break inside a literal."""
+    call = _outer_call(code) if len(indent) + len(code) > _WIDTH else None
+    if call is None:
+        return [indent + code]
+    items = [line for item in call.items for line in code_lines(f"{item},", indent + _INDENT)]
+    return [indent + call.head, *items, indent + call.tail]
+
+
+class _Bracketed(NamedTuple):
+    """Code around the items of a bracket, and the items."""
+
+    head: str
+    items: list[str]
+    tail: str
+
+
+def _outer_call(code: str) -> _Bracketed | None:
+    """Splits code at its first bracket; brackets around a single bracket stay with it."""
+    signs = list(_signs_outside_literals(code))
+    if not signs:
+        return None
+    start = signs[0][0]
+    depth, cuts = 0, [start]
+    for at, sign in signs:
+        depth += (sign in _CLOSING) - (sign in _CLOSING.values())
+        if depth == 0 or (sign == "," and depth == 1):
+            cuts.append(at)
+        if depth == 0:
+            break
+    items = [code[one + 1 : other].strip() for one, other in itertools.pairwise(cuts)]
+    call = _Bracketed(code[: start + 1], [item for item in items if item], code[cuts[-1] :])
+    inner = _outer_call(call.items[0]) if len(call.items) == 1 else None
+    if inner is None:
+        return call if call.items else None
+    return _Bracketed(call.head + inner.head, inner.items, inner.tail + call.tail)
+
+
+def _signs_outside_literals(code: str) -> Iterator[tuple[int, str]]:
+    """Yields the places of brackets, and of the commas between them."""
+    quote, at = "", 0
+    while at < len(code):
+        sign = code[at]
+        if quote:
+            at += sign == "\\"
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "()[]{},":
+            yield at, sign
+        at += 1
+
+
+class Code(tuple[Any, ...]):
+    """Transforms that are printed as the code that makes them."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(code_lines(f"[{calls_code(self)}]"))

@@ -49,7 +49,8 @@ class Fix:
       arguments: keyword arguments to set in the call; `...` is a value that the caller has to choose.
       rule: the rule to write in place of a wrong one, as (pattern, replacement).
       removed: a transform to take out.
-      words: the text with `{}` for the code of the arguments; of a transform to take out, the condition.
+      words: the text with `{}` for the code of the arguments, `{set}` for that of the ones with a value, and
+        `{fallback}` for the keyword of the fallback; of a transform to take out, the condition.
       to_others: whether the call has transforms already.
       scope: where advice in words can be followed.
       alternatives: other fixes, each of which is enough; the first has the same data as this one.
@@ -76,7 +77,7 @@ class Fix:
 
     @classmethod
     def setting(cls, words: str, /, **arguments: Any) -> Fix:
-        """Makes a fix that sets keyword arguments; `words` has `{}` for them."""
+        """Makes a fix that sets keyword arguments; `words` has `{}` for all of them, `{set}` for those with a value."""
         return cls("", arguments=arguments, words=words)._written()
 
     @classmethod
@@ -128,10 +129,17 @@ class Fix:
         """Returns the fix for a call with other keywords."""
         if self.alternatives:
             return Fix.any_of(*(way.with_keywords(names) for way in self.alternatives))
-        if names.keys().isdisjoint(self.arguments):
+        words = self.words.replace("{fallback}", f"{names.get('fallback', 'fallback')}=")
+        if names.keys().isdisjoint(self.arguments) and words == self.words:
             return self
         arguments = {names.get(name, name): value for name, value in self.arguments.items()}
-        return dataclasses.replace(self, arguments=arguments)._written()
+        return dataclasses.replace(self, arguments=arguments, words=words)._written()
+
+    def in_words(self) -> Fix:
+        """Returns the fix as advice that no program follows."""
+        if not self.arguments or self.transforms:
+            return Fix.in_program(self.text)
+        return dataclasses.replace(self, arguments={}, words=self._words(), scope="program")._written()
 
     def _written(self) -> Fix:
         """Returns the fix with the text that its data make."""
@@ -139,13 +147,18 @@ class Fix:
         if self.transforms:
             code = calls_code(self.transforms)
             texts.append(f"pass transforms=[*transforms, {code}]" if self.to_others else f"add transforms=[{code}]")
-        if self.arguments:
-            texts.append(self.words.replace("{}", arguments_code(self.arguments)))
+        if self.arguments or (self.words and not texts and self.removed is None):
+            texts.append(self._words().replace("{fallback}", "fallback="))
         if self.rule is not None:
             texts.append(f"write the rule as {self.rule}")
         if self.removed is not None:
             texts.append(f"leave {code_of(self.removed)} out {self.words}")
         return dataclasses.replace(self, text=" and ".join(texts))
+
+    def _words(self) -> str:
+        chosen = {name: value for name, value in self.arguments.items() if value is not ...}
+        words = self.words.replace("{}", arguments_code(self.arguments))
+        return words.replace("{set}", arguments_code(chosen))
 
     def without(self, leaf: str | None) -> Hashable:
         """Returns the data without a leaf's name.

@@ -8,9 +8,10 @@ a message, such as all names of a checkpoint, is cut.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
-from orbax_t5x.text.code import calls_code, code_of
+from orbax_t5x.text.code import calls_code, code_lines, code_of
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.html import html_code, html_fragment, html_items, html_list, html_paragraph
@@ -24,6 +25,10 @@ MOST_LINES = 56
 _MOST_ENTRIES = 20
 # Messages of this length are read; longer ones are lists of names.
 _MOST_CHARACTERS = 600
+# A fix of this length stands on one line; longer code has a line for each literal.
+_LONGEST_FIX = 300
+_CODE_INDENT = "    "
+_CODE = re.compile(r"(?:transforms|fallback_for)=\[")
 # A notebook scrolls.
 _MOST_HTML_ITEMS = 40
 
@@ -58,11 +63,10 @@ class ProblemGroup:
         """Returns the message and the fix."""
         labels = [plain(row.label) for row in self.leaves]
         text = f"[{self.kind}] {self.sentence(most_characters)}"
-        if self.fix:
-            text += f"\n{self.fix_heading}: {_cut_text(self.fix, most_characters)}"
         first, *others = map(plain, text.splitlines())
         lines = wrapped(first, width, rest="  ")
         lines += [line for other in others for line in wrapped(other, width, "  ", "  ")]
+        lines += _fix_lines(f"{self.fix_heading}: {plain(self.fix)}", width) if self.fix else []
         if len(labels) > 1:
             lines += [f"    {label}" for label in labels[:most_leaves]]
             left = sum(len(row.members) for row in self.leaves[most_leaves:])
@@ -93,6 +97,9 @@ def problem_lines(
                 lines.append(f"… and {counted(left, 'problem')} more of kind [{kind}]: see {all_in}")
         if len(lines) < MOST_LINES:
             return lines
+        lines = _with_short_code(lines)
+        if len(lines) < MOST_LINES:
+            return lines
     return [*lines[: MOST_LINES - 2], f"… and more: see {all_in}"]
 
 
@@ -118,6 +125,32 @@ def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] =
         if first.leaf:
             entry.leaves.append(row)
     return entries.values()
+
+
+def _fix_lines(text: str, width: int | None) -> list[str]:
+    """Returns the lines of a fix; code that is too long for one stands below, and is never cut."""
+    code = _CODE.search(text) if len(text) > min(_LONGEST_FIX, width or _LONGEST_FIX) else None
+    if code is None:
+        return wrapped(text, width, "  ", "  ")
+    start = code.start()
+    first, *others = code_lines(text[start:], _CODE_INDENT)
+    last = _fix_lines(others.pop().lstrip(), width) if others else []
+    return [f"  {text[:start]}{first.lstrip()}", *others, *last]
+
+
+def _with_short_code(lines: list[str]) -> list[str]:
+    """Joins the lines of each code again."""
+    joined: list[str] = []
+    for line in lines:
+        if joined and _is_code(joined[-1]) and (line.startswith(_CODE_INDENT) or line.lstrip()[:1] in tuple("])}")):
+            joined[-1] += line.lstrip()
+        else:
+            joined.append(line)
+    return joined
+
+
+def _is_code(line: str) -> bool:
+    return _CODE.search(line) is not None and line.rstrip()[-1:] in tuple("[({,")
 
 
 def _cut_text(text: str, most_characters: int | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from orbax_t5x.text.fold import fold
-from orbax_t5x.text.html import html_fragment, html_list, html_paragraph, html_table
+from orbax_t5x.text.html import html_code, html_fragment, html_list, html_paragraph, html_table
 from orbax_t5x.text.table import TableRow, name_lines, table_lines, terminal_width, wrapped
 from orbax_t5x.text.wording import leaves_text, plain
 
@@ -18,21 +18,23 @@ _HEADS = TableRow("leaf", "array")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """Part of a page: a table, names, or both.
+    """Part of a page: a table, names, or code.
 
-    `left_out` is a sentence on hidden rows.
+    `left_out` is a sentence on hidden rows; `code` are lines to paste, which are never wrapped.
     """
 
     heading: str = ""
     rows: Sequence[TableRow] = ()
     names: Sequence[str] = ()
     left_out: str = ""
+    code: Sequence[str] = ()
 
     def text_lines(self, width: int, heads: TableRow) -> Iterator[str]:
         """Returns the lines for a terminal."""
         yield from wrapped(f"{self.heading}:", width, rest="  ") if self.heading else ()
         yield from table_lines(self.rows, width, None if self.heading else heads)
         yield from (line for name in self.names for line in name_lines(f"  {name}", width, "      "))
+        yield from (f"  {line}" for line in self.code)
         yield from [self.left_out] if self.left_out else ()
 
     def html_parts(self, heads: TableRow) -> Iterator[str]:
@@ -41,6 +43,7 @@ class Section:
             yield html_list(self.names, self.heading)
         elif self.heading:
             yield html_paragraph(f"{self.heading}:")
+        yield html_code("\n".join(self.code)) if self.code else ""
         yield html_table(self.rows, heads)
         yield html_paragraph(self.left_out) if self.left_out else ""
 

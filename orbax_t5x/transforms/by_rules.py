@@ -109,6 +109,8 @@ class InPlace(OnePattern):
 
 # A table of hundreds of forgotten rules is scanned for the cause of the first few only.
 _EXPLAINED_RULES = 10
+# End of the names of a saved NNX state.
+_VALUE = "/value"
 # Names shown where none is close.
 _SHOWN_NAMES = 3
 
@@ -154,4 +156,8 @@ def note_unused(
         shown = f"; the names are such as {likely}" if names else "; there are none"
         message += f"; closest: {near}" if near else shown
         fix = Fix("correct or remove it (a pattern must match a whole name)")
+        if regex is not None and any(name.endswith(_VALUE) and regex.fullmatch(name[: -len(_VALUE)]) for name in names):
+            fix = Fix(
+                f"the names end in {_VALUE!r}, as NNX saves them: write the pattern as {f'{text}(?:{_VALUE})?'!r}"
+            )
         diagnostics.problem("unused_rule", None, message, fix)

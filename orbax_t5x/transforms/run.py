@@ -1,8 +1,4 @@
-"""Chains of transforms and of T5X's functions, and their named parts.
-
-Migrations are for a model's code that changes: each is applied once. `orbax_t5x.provenance.versions` decides how many
-of them a checkpoint has.
-"""
+"""Chains of transforms and of T5X's functions."""
 
 from __future__ import annotations
 
@@ -10,14 +6,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, for_caller
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.view import as_keys, key_data
 from orbax_t5x.optim.moments import OptimizerState, find_optimizer, plain_name
-from orbax_t5x.transforms.base import AnyTransform, Given, Transform, describe_transform
+from orbax_t5x.transforms.base import AnyTransform, Given, Transform
 from orbax_t5x.transforms.by_rules import ByRules
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.followed import FollowedState, note_lost
@@ -129,6 +125,8 @@ def run_on_leaves(
     skipped: Collection[int] = (),
 ) -> dict[str, Any]:
     """Runs transforms on leaves of checkpoints, and places the optimizer's in the target's chain."""
+    if not transforms:
+        return place_optimizer(leaves, target_flat, diagnostics)
     source = {name: as_keys(value) if isinstance(value, View) else value for name, value in leaves.items()}
     state = run_and_place(
         transforms, source, target_flat, is_resuming=is_resuming, diagnostics=diagnostics, skipped=skipped
@@ -223,7 +221,7 @@ class _Run:
         if matched and rules.takes_names:
             # Moments that the rule names are renamed or dropped by it, as any leaf.
             state = self._begin(self._joined(state), roots, getattr(transform, "rule_of", None))
-            self._followed.take_out(matched)
+            self._followed.take_out(rules)
             return self._joined(self._apply(transform, self._followed.visible), is_known=False)
         self._diagnostics.slots = matched
         moved = self._apply(transform, state)
@@ -260,8 +258,8 @@ class _Run:
 
 def _flat_steps(transform: AnyTransform) -> Iterator[AnyTransform]:
     """Yields the steps of plain chains, through which the optimizer is followed without a break."""
-    if type(transform) is Chain or isinstance(transform, Migration):
-        for step in transform.steps:
+    if type(transform) is Chain or hasattr(transform, "migration_name"):
+        for step in getattr(transform, "steps", ()):
             yield from _flat_steps(step)
     else:
         yield transform
@@ -297,109 +295,3 @@ class Chain(Steps):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
-
-
-NamedTransforms: TypeAlias = "tuple[str, Sequence[AnyTransform] | AnyTransform]"
-"""A name, and transforms in order."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Migration(Steps):
-    """Named part of a `Migrations` list.
-
-    Attributes:
-      migration_name: its name.
-      steps: the transforms in order.
-      is_assumed: a checkpoint without a record has it.
-    """
-
-    migration_name: str
-    steps: tuple[AnyTransform, ...]
-    _is_assumed: bool = dataclasses.field(default=False, repr=False, compare=False)
-
-    @property
-    def is_assumed(self) -> bool:
-        """True if a checkpoint without a record has it."""
-        return self._is_assumed
-
-    def describe(self) -> str:
-        return f"{self.migration_name}: {', '.join(map(describe_transform, self.steps)) or 'nothing'}"
-
-
-@dataclasses.dataclass(frozen=True, init=False)
-class Migrations:
-    r"""List of named transforms that grows with the model's code.
-
-    Pass it as `transforms`. A save records the names and digests, and each name is applied once, in order. A checkpoint
-    without a record has the version whose remaining migrations lead to the target, by names and shapes.
-
-    Attributes:
-      steps: the migrations in order.
-
-    Raises:
-      ValueError: two migrations have a name, or a name is empty.
-      TypeError: an item is not a pair of a name and transforms.
-
-    Example:
-      >>> history = ot.Migrations([
-      ...     ("rename-heads", [ot.transforms.Rename([("heads/(.*)", r"head/\1")])]),
-      ...     ("transpose-head", [ot.transforms.Transpose("head/w")]),
-      ... ])
-      >>> history.names
-      ('rename-heads', 'transpose-head')
-    """
-
-    steps: tuple[Migration, ...]
-
-    def __init__(self, migrations: Iterable[NamedTransforms] = ()):
-        steps: list[Migration] = []
-        for item in migrations:
-            if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
-                raise TypeError(f"{item!r} is no migration; pass (name, transforms)")
-            name, given = item
-            if not name:
-                raise ValueError("a migration's name is text that is not empty")
-            if name in [step.migration_name for step in steps]:
-                raise ValueError(f"two migrations are named {name!r}; records tell them apart by their names")
-            chain = (given,) if callable(given) else tuple(given)
-            wrong = [one for one in chain if not callable(one) or isinstance(one, type)]
-            if wrong or isinstance(given, str):
-                raise TypeError(f"migration {name!r}: {(wrong or [given])[0]!r} is no transform")
-            steps.append(Migration(name, chain))
-        object.__setattr__(self, "steps", tuple(steps))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names in order."""
-        return tuple(step.migration_name for step in self.steps)
-
-    def since(self, name: str) -> Migrations:
-        """Answers for checkpoints without a record: applied up to a name.
-
-        A record counts more than this answer.
-
-        Args:
-          name: of the last migration that the checkpoint has.
-
-        Raises:
-          ValueError: no migration has this name.
-        """
-        if name not in self.names:
-            raise ValueError(f"no migration is named {name!r}; the names are {', '.join(self.names)}")
-        made = Migrations()
-        last = self.names.index(name)
-        steps = (dataclasses.replace(step, _is_assumed=at <= last) for at, step in enumerate(self.steps))
-        object.__setattr__(made, "steps", tuple(steps))
-        return made
-
-
-def expanded(chain: Iterable[Any]) -> list[Callable[..., Any]]:
-    """Replaces a `Migrations` at the end of a chain by its migrations.
-
-    Raises:
-      TypeError: other transforms follow it.
-    """
-    given = list(chain)
-    if any(isinstance(one, Migrations) for one in given[:-1]):
-        raise TypeError("other transforms follow Migrations; give them as a migration at its end")
-    return [*given[:-1], *given[-1].steps] if given and isinstance(given[-1], Migrations) else given

@@ -13,6 +13,7 @@ of those JAX's flattening takes no deep tree in that thread any more. So `requir
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -174,3 +175,17 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
         return None
     one_level = jax.tree_util.default_registry.flatten_one_level(node)
     return None if one_level is None else enumerate(one_level[0])
+
+
+def leaves_digest(tree: Any) -> str:
+    """Returns a digest of a tree's names, shapes and dtypes; "" for a tree that contains itself."""
+    try:
+        require_levels(tree)
+    except EndlessTreeError:
+        return ""
+    leaves = [
+        f"{name}: {getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
+        for name, leaf in named_leaves(tree).items()
+        if leaf is not None
+    ]
+    return hashlib.sha256("\n".join(sorted(leaves)).encode()).hexdigest()

@@ -217,7 +217,7 @@ def test_keywords_are_those_of_the_call_in_other_words(way, files, reword, tmp_p
         with pytest.raises(RestorePlanError) as caught:
             restore(files["AB"], tmp_path / "root", target)
         text = str(caught.value)
-        assert wanted in text and unwanted not in text and re.search(r"transforms=\[.*Pad\('a', ", text)
+        assert wanted in text and unwanted not in text
         found.append([data_of(None if one.fix is None else one.fix.as_data()) for one in caught.value.problems])
         reword()
     assert found[0] == found[1]

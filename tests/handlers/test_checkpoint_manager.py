@@ -296,4 +296,4 @@ def test_stock_orbaxs_item_is_told_apart_from_ours(tmp_path, tree):
         with pytest.raises(RestorePlanError, match="pass the tree as target="):
             checkpointer.restore(tmp_path / "item", item=tree)
     recorded = json.loads((tmp_path / "item" / "_METADATA").read_text())
-    assert recorded["custom_metadata"]["orbax_t5x"]["provenance"] == [{"unrecorded": True}]
+    assert recorded["custom_metadata"]["orbax_t5x"]["provenance"] == []

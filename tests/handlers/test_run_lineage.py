@@ -11,7 +11,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.provenance import records as provenance
-from tests.support.recorded_chains import chain_digest
+from tests.support.recorded_chains import digests_of
 from tests.support.saving import assert_same
 
 
@@ -29,7 +29,7 @@ def test_a_resumed_run_does_not_transform_twice(tmp_path, state):
         handler = ot.TrainStateHandler()
         with ocp.Checkpointer(handler) as checkpointer:
             first = checkpointer.restore(tmp_path / "theirs" / "0" / "default", args=args)
-            assert handler.provenance[-1]["digest"] == chain_digest([rename])
+            assert [entry["digest"] for entry in handler.provenance] == digests_of([rename])
         manager.save(1, args=ot.args.TrainStateSave(first, provenance=handler.provenance))
         manager.wait_until_finished()
         again = manager.restore(1, args=args)
@@ -39,7 +39,7 @@ def test_a_resumed_run_does_not_transform_twice(tmp_path, state):
         manager.save(2, args=ot.args.TrainStateSave(again))
         manager.wait_until_finished()
         assert_same(manager.restore(2, args=args), first)
-        other = ot.transforms.Rename([(r"params/w", r"model/v")])
+        other = ot.transforms.Rename([(r"params/(.*)", r"model/x\1")])
         with pytest.raises(RestorePlanError, match="is_resuming"):
             manager.restore(2, args=ot.args.TrainStateRestore(target, other))
         written = [
@@ -50,7 +50,7 @@ def test_a_resumed_run_does_not_transform_twice(tmp_path, state):
 
 
 def test_a_failed_restore_does_not_change_the_provenance(tmp_path, state):
-    record = provenance.make_entry("/data", "orbax", ())
+    record = {"text": "f", "digest": "0"}
     handler = ot.TrainStateHandler()
     with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
         manager.save(0, args=ot.args.TrainStateSave(state, provenance=[record]))
@@ -78,17 +78,3 @@ def test_a_run_goes_on_in_orbax_v1(tmp_path):
         checkpointer.save(1, plan.execute())
     with pytest.raises(ot.RestorePlanError, match="nothing records"):
         ot.restore(tmp_path / "source", state, swap)
-
-
-def test_a_save_that_says_nothing_was_applied_after_a_restore_that_applied_something_warns(tmp_path, caplog):
-    """It is recorded as said, since the state may be another; if it is not, the next restore applies rules again."""
-    swap = ot.transforms.Rename([("x", "y"), ("y", "x")])
-    state = {"x": np.zeros(2), "y": np.ones(2)}
-    handler = ot.TrainStateHandler()
-    for step in range(3):
-        with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
-            if step:
-                manager.restore(step - 1, args=ot.args.TrainStateRestore(state, [swap] if step == 2 else ()))
-            manager.save(step, args=ot.args.TrainStateSave(state, provenance=()))
-        assert ("provenance=() records that nothing was applied" in caplog.text) == (step == 2)
-    assert ot.plan_restore(tmp_path, state).provenance == ()

@@ -6,6 +6,7 @@ import types
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
@@ -17,6 +18,8 @@ from tests.support import t5_model
 from tests.support.t5x_goldens import golden
 from tests.support.t5x_jobs import Partitioner, Replicating, states
 from tests.support.train_states import inference_state
+
+PREFIX = ocp.CheckpointManagerOptions(step_prefix="checkpoint")
 
 
 @pytest.mark.slow
@@ -37,6 +40,24 @@ def test_a_directory_that_t5x_wrote_natively_is_taken_over(tmp_path):
     assert manager.save(restored.replace_step(np.int32(4)), force=False) is True
     manager.close()
     assert manager.all_steps() == [3, 4]
+
+
+@pytest.mark.parametrize("kind", ["FlaxOptimTrainState", "InferenceState"])
+def test_a_run_that_t5x_resumed_once_goes_on(tmp_path, kind):
+    """T5X writes a float step from then on: as it resumes it casts all leaves to the dtype of its saves."""
+    saved = states()["FlaxOptimTrainState"]
+    tree = saved.state_dict()
+    tree["state"]["step"] = np.float32(5)
+    with ocp.CheckpointManager(tmp_path / "run", options=PREFIX) as manager:
+        manager.save(5, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
+    target = jax.eval_shape(lambda: states()[kind])
+    own = t5x.CheckpointManager(tmp_path / "run", target, Partitioner())
+    restored = own.restore()
+    assert restored.step.dtype == np.int32 and int(restored.step) == 5
+    expected = flatten(saved.state_dict()["target"])
+    for name, value in flatten(restored.state_dict()["target"]).items():
+        np.testing.assert_array_equal(value, expected[name])
+    own.close()
 
 
 def test_errors_name_t5xs_settings(tmp_path):

@@ -28,7 +28,7 @@ TARGET = {"a": jax.ShapeDtypeStruct((8,), np.float32)}
         ("foo", "transforms='foo' is text; pass 'auto'"),
         ("hf_t5_to_t5x", r"is text; pass ot\.rules\.hf_t5_to_t5x\(\)$"),
         (["Translate"], r"'Translate' is no transform; pass ot\.transforms\.Translate\("),
-        (["auto", ot.transforms.Drop(["b"])], r"'auto' stands alone, or is a source's: .* ot\.Source\(path, 'auto'\)"),
+        (["auto", ot.transforms.Drop(["b"]), "auto"], "'auto' stands twice in a list"),
         (ot.rules.mesh_tf_to_t5x, r"mesh_tf_to_t5x is a function .* makes: ot\.rules\.mesh_tf_to_t5x\(\)$"),
         ([ot.rules.t5_minimal_to_scanned], r"makes: ot\.rules\.t5_minimal_to_scanned\(num_heads=…, head_dim=…\)$"),
         (ot.transforms.Translate, r"Translate is a class; pass an instance of it: Translate\("),

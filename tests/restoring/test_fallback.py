@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
+from orbax_t5x.trees.flat import flatten
 from tests.support.memory_checkpoint import checkpoint
 
 S = jax.ShapeDtypeStruct
@@ -238,3 +239,74 @@ def test_a_function_planned_with_32_bits_is_not_executed_with_64():
     plan = ot.plan_restore(checkpoint({}), target, fallback_for=[".*"], fallback=lambda: {"a": jnp.full(2, 1 / 3)})
     with jax.enable_x64(True), pytest.raises(ot.RestorePlanError, match="the fallback gives float64"):
         plan.execute()
+
+
+def head_checkpoint():
+    """A classifier of three classes after steps of Adam."""
+    params = {"body": {"w": np.full((4, 8), 2, np.float32)}, "head": {"w": np.full((8, 3), 3, np.float32)}}
+    moments = jax.tree.map(lambda array: array + 10, params)
+    state = {"params": params, "opt_state": {"0": {"mu": moments, "count": np.int32(5)}}, "step": np.int32(5)}
+    return checkpoint(flatten(state)), state
+
+
+def head_target(classes):
+    _, state = head_checkpoint()
+    shape = (8, classes)
+    for params in (state["params"], state["opt_state"]["0"]["mu"]):
+        params["head"]["w"] = np.zeros(shape, np.float32)
+    return state
+
+
+NAMED = ["params/head/.*", ".*/mu/head/.*"]
+
+
+@pytest.mark.parametrize("transforms", [(), "auto"])
+def test_a_named_leaf_of_another_shape_is_filled_and_told(transforms):
+    source, saved = head_checkpoint()
+    target = head_target(7)
+    init = jax.tree.map(lambda array: jnp.ones(array.shape, array.dtype), target)
+    plan = ot.plan_restore(source, target, transforms, fallback=lambda: init, fallback_for=NAMED)
+    assert set(plan.filled) == {"params/head/w", "opt_state/0/mu/head/w"}
+    shapes, moments = plan.warnings
+    assert "params/head/w (the checkpoint has (8, 3))" in shapes and shapes.startswith("2 leaves are taken")
+    assert "1 moment of the optimizer" in moments and "opt_state/0/mu/head/w" in moments
+    assert "1 of 2 model parameters from the checkpoint, 1 from fallback" in str(plan)
+    got = plan.execute()
+    for params, old in ((got["params"], saved["params"]), (got["opt_state"]["0"]["mu"], saved["opt_state"]["0"]["mu"])):
+        np.testing.assert_array_equal(params["head"]["w"], np.ones((8, 7)))
+        np.testing.assert_array_equal(params["body"]["w"], old["body"]["w"])
+
+
+def test_a_named_leaf_of_the_same_shape_is_the_checkpoints():
+    source, saved = head_checkpoint()
+    plan = ot.plan_restore(source, head_target(3), fallback=lambda: head_target(3), fallback_for=NAMED)
+    assert plan.filled == () and plan.warnings == ()
+    np.testing.assert_array_equal(plan.execute()["params"]["head"]["w"], saved["params"]["head"]["w"])
+
+
+@pytest.mark.parametrize("named", [None, ["params/body/.*"]])
+def test_a_leaf_of_another_shape_that_nobody_named_is_a_problem(named):
+    source, _ = head_checkpoint()
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.plan_restore(source, head_target(7), fallback=lambda: head_target(7), fallback_for=named)
+    assert [problem.kind for problem in caught.value.problems] == ["shape", "shape"]
+    assert all("Pad(" in str(problem.fix) for problem in caught.value.problems)
+
+
+def test_moments_of_a_new_parameter_are_to_be_named_too():
+    source, _ = head_checkpoint()
+    keywords = {"fallback": lambda: head_target(7), "fallback_for": ["params/head/.*"]}
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.plan_restore(source, head_target(7), **keywords)
+    (problem,) = caught.value.problems
+    assert (problem.kind, problem.leaf) == ("shape", "opt_state/0/mu/head/w")
+    plan = ot.plan_restore(source, head_target(7), **{**keywords, **problem.fix.arguments})
+    assert set(plan.filled) == {"params/head/w", "opt_state/0/mu/head/w"}
+
+
+def test_a_new_kind_of_moments_is_no_warning():
+    """Of all parameters alike: an average of parameters that the optimizer did not keep before."""
+    source, saved = head_checkpoint()
+    target = {**saved, "opt_state": {**saved["opt_state"], "1": {"ema": saved["params"]}}}
+    plan = ot.plan_restore(source, target, fallback=target, fallback_for=["opt_state/1/.*"])
+    assert len(plan.filled) == 2 and plan.warnings == ()

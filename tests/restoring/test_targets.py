@@ -280,13 +280,13 @@ def test_more_or_fewer_keys_keep_their_data_whole(saved):
     keys = key((3,))
     source = saved({"k": keys})
     problem = the_problem(source, {"k": S((2,), keys.dtype)})
-    assert problem.kind == "shape" and "ot.transforms.Slice('k', np.s_[:2])" in str(problem.fix)
+    assert problem.kind == "shape" and "shape (3, 2)" in problem.message
     part = ot.restore(source, {"k": S((2,), keys.dtype)}, ot.transforms.Slice("k", np.s_[:2]))["k"]
     np.testing.assert_array_equal(jax.random.key_data(part), jax.random.key_data(keys[:2]))
     new = key((5,))[::-1]
     problem = the_problem(source, {"k": new})
     call = "ot.transforms.Pad('k', [5], value=ot.transforms.FALLBACK)"
-    assert problem.kind == "shape" and call in str(problem.fix) and "value=0" not in str(problem.fix)
+    assert problem.kind == "shape" and "transforms" not in str(problem.fix)
     for fallback in ({"k": new}, lambda: {"k": key((5,))[::-1]}):
         grown = ot.restore(source, {"k": new}, eval(call, {"ot": ot}), fallback=fallback)["k"]
         expected = jnp.concatenate([keys, new[3:]])

@@ -1,10 +1,14 @@
-"""Transforms that describe themselves, and the digest of a chain in its record."""
+"""Transforms that describe themselves, and the entries of a chain in a record."""
 
-from orbax_t5x.provenance.chains import digest_of_rules, record_rules
+from orbax_t5x.provenance.steps import steps_of
 
 
-def chain_digest(transforms):
-    return digest_of_rules(record_rules(transforms))
+def entries_of(transforms):
+    return [step.entry for step in steps_of(transforms)]
+
+
+def digests_of(transforms):
+    return [entry["digest"] for entry in entries_of(transforms)]
 
 
 class Renaming:

@@ -145,3 +145,11 @@ def test_where_no_name_is_close_the_problem_shows_some_of_the_model():
     state = {"opt_state/0/mu/w": 0, "params/w": 0}
     problem = only_problem(tr.Rename([("something/else", "x")]), state)
     assert "matches no name in the state dict; the names are such as ['params/w', 'opt_state" in problem.message
+
+
+def test_names_of_variables_are_told_with_the_pattern_for_them():
+    """NNX saves names that end in `/value`."""
+    state = {"layer/kernel/value": 0, "layer/bias/value": 0}
+    problem = only_problem(tr.Cast("layer/kernel", np.float16), state, {})
+    assert problem.kind == "unused_rule" and "'layer/kernel(?:/value)?'" in str(problem.fix)
+    assert "/value" not in str(only_problem(tr.Drop(["layer/kernels"]), state, {}).fix)

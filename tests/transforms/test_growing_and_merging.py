@@ -191,9 +191,7 @@ def test_a_shape_that_differs_names_the_transform_that_mends_it(checkpoint):
         return np.asarray(state["params"]["emb"])
 
     np.testing.assert_array_equal(run((NEW, WIDTH)), np.pad(WEIGHTS["emb"], [(0, NEW - OLD), (0, 0)]))
-    np.testing.assert_array_equal(run((NEW, WIDTH + 2)), np.pad(WEIGHTS["emb"], [(0, NEW - OLD), (0, 2)]))
     np.testing.assert_array_equal(run((96, WIDTH)), WEIGHTS["emb"][:96])
-    np.testing.assert_array_equal(run((96, 20)), WEIGHTS["emb"][:96, :20])
     assert all("the names do not show it" in run(shape) for shape in [(NEW, WIDTH - 2), (OLD * WIDTH,)])
 
 

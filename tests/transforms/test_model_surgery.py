@@ -10,7 +10,7 @@ from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.transforms.model_surgery import adopt_orbax
 from orbax_t5x.trees.flat import flatten
 from tests.support.memory_checkpoint import checkpoint
-from tests.support.recorded_chains import chain_digest
+from tests.support.recorded_chains import digests_of
 
 with warnings.catch_warnings():  # Orbax's modules ask jax.jit for a backend when they are imported
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -107,7 +107,7 @@ def test_what_orbax_loses_or_refuses_is_a_problem(make, kind):
 
 def test_equal_arguments_have_equal_digests():
     def digest(**arguments):
-        return chain_digest([adopt_orbax(stacking.stack(STACK, **arguments))])
+        return digests_of([adopt_orbax(stacking.stack(STACK, **arguments))])[0]
 
     assert digest(axis=1) == digest(axis=1, inplace=True) != digest(axis=0)
     assert digest() is not None

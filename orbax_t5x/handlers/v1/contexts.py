@@ -37,8 +37,8 @@ def context(
       base: whose options the new context has; None for Orbax's defaults, as in `ocp.Context`.
       checksums: whether saves write checksums beside the arrays, for later loads and `orbax_t5x.verify`. None: as in
         `base`, and True if that sets none.
-      provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. None: as in
-        `base`, and if that sets none, what loads in this context led to, else the record of the root's newest step.
+      provenance: transforms behind the states that are saved: `plan.provenance`, or `()` for none. None: as in `base`,
+        and if that sets none, as in `orbax_t5x.args.TrainStateSave`, by the loads and saves of this context.
       on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
         "skip": it is left out, and its name, shape and dtype are recorded. None: as in `base`, and
         "error" if that sets none.

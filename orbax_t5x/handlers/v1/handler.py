@@ -18,7 +18,7 @@ from etils import epath
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.restore.stock import read_metadata
-from orbax_t5x.handlers.run_lineage import RestoredHistory, recorded_lineage
+from orbax_t5x.handlers.run_lineage import RestoredHistory
 from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
@@ -90,7 +90,8 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
           UnsupportedCheckpointError: leaves that Orbax cannot store, by name; nothing was written.
         """
         if is_partial(checkpointable):
-            lineage = self.history.to_save(directory.path, self.options.provenance, primary=self._is_primary())
+            provenance = self.options.provenance
+            lineage = self.history.to_save(directory.path, provenance, checkpointable, primary=self._is_primary())
             with recording(checkpointable.handler, to_metadata(lineage, is_partial=True)):
                 return await checkpointable.save(directory)
         try:
@@ -104,8 +105,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
             if self._is_primary():
                 discard_refused(directory.path)
             raise
-        is_given = self.options.provenance is not None
-        self.history.note_saved(directory.path, prepared.lineage, is_given=is_given)
+        self.history.note_saved(directory.path, prepared.lineage, checkpointable)
         rest = partial(finish, directory, written, copies, self._context.multiprocessing)
         return RunningSave(written, rest)
 
@@ -118,7 +118,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
             fix = "read them with .get(), or save with orbax_t5x.TrainStateHandler, which streams them"
             count = f"{len(lazy)} of {leaves_text(len(leaves))} hold a lazy array"
             raise UnsupportedCheckpointError(f"{count}, which v1 cannot stream: {fix}", leaf=lazy[0] or None)
-        lineage = self.history.to_save(directory.path, self.options.provenance, primary=self._is_primary())
+        lineage = self.history.to_save(directory.path, self.options.provenance, tree, primary=self._is_primary())
         args = TrainStateSave(saved, on_unsupported=self.options.on_unsupported)
         types = _StoredTypes(self._orbax, [leaf for _, leaf in leaves])
         in_directories = writes_directories(self._context)
@@ -149,7 +149,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
     async def _load_saved(self, directory: epath.Path, loading: Awaitable[Any]) -> Any:
         loaded = await loading
         if self._is_primary():
-            self.history.note(directory, recorded_lineage(directory, read_metadata(directory)))
+            self.history.note_stock(directory, read_metadata(directory), loaded)
         return loaded
 
     # -- the rest

@@ -52,7 +52,7 @@ def load_into(
             plan = open_plan(source, abstract.target, abstract.transforms, options, stack, caller)
             agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
         restored = plan.run(options)
-    history.note(directory, plan.provenance)
+    history.note(directory, plan.provenance, restored)
     return restored
 
 
@@ -156,7 +156,7 @@ def load_and_transform(
         loaded = plan.run(options)
         directory = plan.path if len(plan.checkpoints) == 1 else None
         for history in histories:
-            history.note(directory or "", plan.provenance)
+            history.note(directory or "", plan.provenance, loaded)
         return loaded
 
 

@@ -129,8 +129,8 @@ def convert(
       destination: the local directory to make, `~` expanded; its parents are made too. Or a directory in a bucket,
         `gs://` or `s3://`, or a model of the hub, `hf://` (safetensors files): the checkpoint is made on a local disk
         first, below `TMPDIR` or in `/var/tmp`, then sent.
-      transforms: applied to the names and views, as in a restore; there is no target, and so no `"auto"`. A chain that
-        was applied before the source was written, by its record, is not applied again, with a warning.
+      transforms: applied to the names and views, as in a restore; there is no target, and so no `"auto"`. Rules
+        that were applied before the source was written, by its record, are not applied again, with a warning.
       format: "orbax", or "safetensors": `model.safetensors`, or above 5 GB several files and their index. It has no
         place for None, for empty containers or for a record of what was applied.
       dtype: for the floating-point model parameters (under `target/` or `params/`); everything else keeps its own.
@@ -207,7 +207,7 @@ def _convert(
         place = _destination(destination)
         writing = place.options(writing)
         place.check(writing)
-        caller = Caller("convert", agreement.records, keeps_lineage=True)
+        caller = Caller(agree=agreement.records, keeps_lineage=True)
         plan = _plan(source, target, chain, options, writing.on_unsupported, caller, stack)
         for checkpoint in plan.checkpoints.values():
             place.check_apart(checkpoint)

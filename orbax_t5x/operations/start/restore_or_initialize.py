@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -39,19 +40,19 @@ from orbax_t5x.handlers.v1.contexts import handler_of
 from orbax_t5x.handlers.v1.orbax_v1_names import context_of, manager_of
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
-from orbax_t5x.provenance.chains import record_rules
-from orbax_t5x.provenance.question import CallerKind, Decision
-from orbax_t5x.provenance.records import Lineage, applied_rules, is_unrecorded, make_entry
+from orbax_t5x.operations.start.advice import UnfitStep, damage_of, explain_unfit_source, with_init_fn
+from orbax_t5x.provenance.decision import Decision
+from orbax_t5x.provenance.records import Lineage, Records, union
+from orbax_t5x.provenance.steps import steps_of
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
-from orbax_t5x.restoring.api import open_plan
+from orbax_t5x.restoring.api import decided_inputs, open_for
 from orbax_t5x.restoring.fallback import abstract_tree
-from orbax_t5x.restoring.lineage import Caller, Records
+from orbax_t5x.restoring.lineage import Caller, CallerKind
 from orbax_t5x.restoring.options import BroadcastMode, ExecuteKeywords, RestoreOptions, SourceKeywords
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.planner import build_plan, plan_inputs
-from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, unopened_chain
+from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
+from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, asks_for_rules, chain_of, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import with_full_stop
 from orbax_t5x.transforms.patterns.table import Pattern
@@ -66,6 +67,8 @@ _ANY_NAME = ("(?s:.*)",)
 # one for it, and an older step would only hide that.
 _DAMAGE = (CorruptCheckpointError, CheckpointGoneError, CheckpointIOError, CheckpointNotFoundError, LeafMismatchError)
 
+
+_logger = logging.getLogger(__name__)
 
 _State = TypeVar("_State")
 
@@ -133,16 +136,19 @@ def restore_or_initialize(
       target: as `orbax_t5x.restore` takes it.
       init_from: what a new run begins with: a source of `orbax_t5x.restore`, of any format.
       transforms: of `init_from`. To a step of the manager's root those are applied that its record lacks, where the
-        list has grown at its end; any other difference is a problem. A step of another writer is resumed as it is.
+        list has grown at its end; any other difference is a problem. There `"auto"` stands for the rules that it found
+        when the run began. A step of another writer is resumed as it is; only `Migrations` are applied to it.
       init_fn: a function of no arguments that returns a tree like the target or its state dict, or such a tree: the
         state where there is no `init_from`, else the values of the leaves that it lacks, as `fallback` of
-        `orbax_t5x.restore` gives them. A step of the manager's root has to be complete.
+        `orbax_t5x.restore` gives them.
       item: which item of the manager's steps is the state, where they have several.
       is_resuming: of `init_from`, as in `orbax_t5x.restore`; of a step of the manager's root where its record leaves
         a question.
       strict, dtype, allow_lossy_cast, verify, memory_limit_bytes, progress, limits, broadcast: as in
         `orbax_t5x.restore`.
-      fallback_for: regexes of the target leaves that `init_fn` may fill beside `init_from`; see `orbax_t5x.restore`.
+      fallback_for: regexes of the target leaves that `init_fn` may fill, beside `init_from` and beside a step of the
+        manager's root, to which they may be new, such as the state of another optimizer; see `orbax_t5x.restore`. A
+        step has to have all others.
 
     Returns:
       The state, the step, and how it came about.
@@ -173,14 +179,14 @@ def restore_or_initialize(
         what = "an ocp.CheckpointManager, such as ocp.CheckpointManager(path), or Orbax v1's training.Checkpointer"
         raise TypeError(f"manager is {manager!r}; pass {what}")
     options = dataclasses.replace(RestoreOptions.among(locals()), fallback=init_fn)
-    start = _JobStart(manager, target, options, histories or _histories_of(manager))
+    start = _JobStart(manager, target, transforms, options, histories or _histories_of(manager))
     resumed = start.resume(unopened_chain(init_from, transforms))
     if resumed is not None:
         return resumed
     if init_from is not None:
-        return start.initialize(init_from, transforms)
+        return start.initialize(init_from)
     if init_fn is not None:
-        return start.from_scratch(unopened_chain(None, transforms))
+        return start.from_scratch()
     found = "each of its steps is damaged" if start.skipped else "it has no step"
     message = f"{found}, and neither init_from= nor init_fn= is given to begin the run"
     raise CheckpointNotFoundError(message, path=os.fspath(manager.directory))
@@ -209,13 +215,10 @@ class _RestoreResult:
 
         `single` is the name of a single item.
         """
-        recorded = [entry for record in self.records.values() for entry in record or ()]
-        added = [entry for entry in self.plan.provenance if applied_rules(entry) and entry not in recorded]
-        # Another writer's item, of which nothing is known, stays so.
-        unknown = tuple(entry for entry in self.plan.provenance if is_unrecorded(entry))
-        return {
-            item or single: (*(unknown if record is None else record), *added) for item, record in self.records.items()
-        }
+        if len(self.records) == 1:
+            return {item or single: self.plan.provenance for item in self.records}
+        added = self.plan.provenance[len(union(self.records.values())) :]
+        return {item: (*(record or ()), *added) for item, record in self.records.items()}
 
 
 class _JobStart:
@@ -225,11 +228,17 @@ class _JobStart:
     """
 
     def __init__(
-        self, manager: ocp.CheckpointManager, target: Any, options: RestoreOptions, histories: Sequence[RestoredHistory]
+        self,
+        manager: ocp.CheckpointManager,
+        target: Any,
+        transforms: Transforms,
+        options: RestoreOptions,
+        histories: Sequence[RestoredHistory],
     ):
         self._manager = manager
         self._root = os.fspath(manager.directory)
         self._target = target
+        self._transforms: Transforms = transforms
         self._histories = histories
         self._processes = processes_of(manager)
         self._options = dataclasses.replace(options, multiprocessing_options=self._processes)
@@ -242,11 +251,12 @@ class _JobStart:
         refused = ""
         for step in self._own_steps():
             directory = step_directory(self._manager, step)
-            attempt = self._attempt(directory, chain)
+            attempt = self._attempt(step, directory, chain)
             if isinstance(attempt, _RestoreResult):
                 for item, lineage in attempt.lineages(single=self._item_in(directory)).items():
+                    state = attempt.state[item] if len(attempt.records) > 1 else attempt.state
                     for history in self._histories:
-                        history.note_item(item, lineage)
+                        history.note(directory / item, lineage, state)
                 return TrainingStart(attempt.state, step, "resumed")
             self.skipped.append(step)
             refused = refused or (attempt.reason if attempt.is_refusal else "")
@@ -292,46 +302,50 @@ class _JobStart:
         lost = lost_items(os.fspath(directory), _recorded_items(directory) or {}, names)
         return names[0] if len(names) == 1 and not lost else ""
 
-    def _attempt(self, directory: epath.Path, chain: tuple[Callable[..., Any], ...]) -> _RestoreResult | _Damage:
+    def _attempt(
+        self, step: int, directory: epath.Path, chain: tuple[Callable[..., Any], ...]
+    ) -> _RestoreResult | _Damage:
         """Restores a step on all processes, or on no process."""
-        options = dataclasses.replace(self._options, item=None, fallback=None, fallback_for=None)
+        options = dataclasses.replace(self._options, item=None)
+        if options.fallback_for is None:  # then the step has to be complete
+            options = dataclasses.replace(options, fallback=None)
         path = os.fspath(directory / self._item_in(directory))
         together = Agreement(self._processes, os.fspath(directory))
         restored: _RestoreResult | None = None
         damage: _Damage | None = None
         with together.planning():
             try:
-                restored = self._restore(path, chain, options, "start")
+                restored = self._restore(path, chain, options, "start", step)
             except _DAMAGE as error:
                 damage = _Damage(str(error), isinstance(error, CheckpointIOError))
             except UnsupportedCheckpointError as error:
                 if epath.Path(path).is_dir():
                     raise
                 damage = _Damage(str(error), False)  # an item is a directory
-            except RestorePlanError as error:
-                found = damage_of(path, options.limits)
-                if found is None:
-                    several = [] if self._item_in(directory) else item_names(os.fspath(directory))
-                    raise of_own_step(error, path, several) from error.__cause__
-                damage = _Damage(str(found), False)
-            damages = [_Damage(*one) for one in together.of_all(damage) if one is not None]
+            except RestorePlanError:
+                corruption = damage_of(path, options.limits)
+                if corruption is None:
+                    raise
+                damage = _Damage(str(corruption), False)
+            damages = [_Damage(*outcome) for outcome in together.of_all(damage) if outcome is not None]
         if restored is not None and not damages:
             return restored
         # What fails on one process is an error of reading on the others.
-        return next((one for one in damages if not one.is_refusal), damages[0])
+        return next((damage for damage in damages if not damage.is_refusal), damages[0])
 
     # -- a new run
 
-    def initialize(self, source: AnySource, transforms: Transforms) -> TrainingStart:
+    def initialize(self, source: AnySource) -> TrainingStart:
         """Starts from another checkpoint."""
+        options = dataclasses.replace(self._options, item=None)
         try:
-            restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "restore")
+            restored = self._restore(source, chain_of(self._transforms), options, "restore")
         except RestorePlanError as error:
             raise with_init_fn(error) from error.__cause__
         self._begin(restored.plan.provenance)
         return TrainingStart(restored.state, _FIRST_STEP, "initialized")
 
-    def from_scratch(self, chain: tuple[Callable[..., Any], ...]) -> TrainingStart:
+    def from_scratch(self) -> TrainingStart:
         """Starts from the function only, by a plan without checkpoint.
 
         Its state is of the newest model: no transform is for it, not at a restart either.
@@ -344,24 +358,28 @@ class _JobStart:
         with together.planning():
             try:
                 inputs = plan_inputs(OpenSources({}), target, (), options)
-                plan = build_plan(inputs, Decision(False, ()), proposes=False)
+                plan = build_plan(inputs, Decision(), proposes=False)
             except RestorePlanError as error:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
         state = plan.run(self._options)
-        has = record_rules(chain)
-        # Without a list nothing says which migrations of a later list the model has.
-        self._begin((make_entry(self._root, "orbax", has, is_resuming=True if has else None),))
+        rules = [rule for rule in chain_of(self._transforms) if not asks_for_rules(rule)]
+        self._begin(tuple(step.entry for step in steps_of(rules)))
         return TrainingStart(state, _FIRST_STEP, "scratch")
 
     def _begin(self, lineage: Lineage) -> None:
         for history in self._histories:
-            history.begin(EVERY_ITEM if self._options.item is None else self._options.item, lineage)
+            history.begin(self._root, EVERY_ITEM if self._options.item is None else self._options.item, lineage)
 
     def _restore(
-        self, source: AnySource, transforms: Transforms, options: RestoreOptions, kind: CallerKind
+        self,
+        source: AnySource,
+        chain: Sequence[Callable[..., Any]],
+        options: RestoreOptions,
+        kind: CallerKind,
+        step: int | None = None,
     ) -> _RestoreResult:
-        """Restores on all processes together."""
+        """Restores on all processes together; `step` is that of the run, where it is one."""
         together = Agreement(self._processes, self._root)
         records: Records = {}
 
@@ -371,10 +389,34 @@ class _JobStart:
 
         with contextlib.ExitStack() as stack:
             with together.planning():
+                sources = open_for(self._target, source, options, stack)
                 caller = Caller(kind, agree, keeps_lineage=True)
-                plan = open_plan(source, self._target, transforms, options, stack, caller)
+                inputs, decision = decided_inputs(sources, self._target, chain, options, caller)
+                try:
+                    plan = build_plan(inputs, decision)
+                except RestorePlanError as error:
+                    if step is None:
+                        better = explain_unfit_source(error, inputs, self._target, chain, self._transforms)
+                    else:
+                        better = self._unfit(step, inputs, decision, records).explain(error)
+                    raise better from error.__cause__
                 together.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
+            for warning in plan.warnings if plan.filled else ():
+                _logger.warning("%s: %s", plan.path, warning)
             return _RestoreResult(plan.run(options), plan, records)
+
+    def _unfit(self, step: int, inputs: PlanInputs, decision: Decision, records: Records) -> UnfitStep:
+        directory = step_directory(self._manager, step)
+        return UnfitStep(
+            step,
+            target=self._target,
+            given=self._transforms,
+            inputs=inputs,
+            decision=decision,
+            is_foreign=all(record is None for record in records.values()),
+            has_init_fn=self._options.fallback is not None,
+            items=() if self._item_in(directory) else item_names(os.fspath(directory)),
+        )
 
 
 def _histories_of(manager: ocp.CheckpointManager) -> list[RestoredHistory]:

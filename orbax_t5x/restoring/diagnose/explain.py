@@ -8,147 +8,131 @@ and then for what explains the leaves that are left.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves, model_leaves
+from orbax_t5x.restoring.diagnose.hypothesis import Remedy, UnmatchedLeaves
+from orbax_t5x.restoring.diagnose.joined_fixes import with_joined_fixes
+from orbax_t5x.restoring.diagnose.naming import other_item, other_prefix, renamed_parts
+from orbax_t5x.restoring.diagnose.other_depth import other_depth
+from orbax_t5x.restoring.diagnose.other_layout import aligned_model, needless_rules, other_pack, unfollowed_rules
+from orbax_t5x.restoring.diagnose.other_optimizer import other_optimizer
+from orbax_t5x.restoring.diagnose.other_shapes import other_shapes
+from orbax_t5x.restoring.diagnose.unexplained import no_value, tied_logits, unexplained, unread_scales
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.planner import PlanInputs
 from orbax_t5x.restoring.sources import FoundRules, OneSource
-from orbax_t5x.text.code import code_of
 from orbax_t5x.text.wording import counted
+from orbax_t5x.transforms import AssignmentMap
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 
-# In order: what the leaves need to have for it, the module, and the function.
-REMEDIES = (
-    ("transforms", "other_layout", "needless_rules"),
-    ("sources", "other_layout", "several_sources"),
-    ("bare_sources", "other_layout", "bare_source"),
-    ("unfilled", "other_layout", "other_pack"),
-    ("likes", "naming", "other_names"),
-    ("missing", "other_layout", "aligned_model"),
-)
+REMEDIES = (needless_rules, unfollowed_rules, other_pack, other_item, other_prefix, renamed_parts, aligned_model)
 # Causes of many missing leaves, then of single leaves, then of leaves that are left over.
-EXPLANATIONS = (
-    ("unfilled", "other_layout", "untranslated"),
-    ("likes", "naming", "similar_names"),
-    ("missing", "unexplained", "single_array"),
-    ("missing", "unexplained", "no_value"),
-    ("optimizer", "other_optimizer", "other_optimizer"),
-    ("sized", "other_depth", "other_depth"),
-    ("fed_forward", "other_depth", "other_feed_forward"),
-    ("leftovers", "unexplained", "encoder_only"),
-    ("leftovers", "unexplained", "unread_scales"),
-    ("leftovers", "unexplained", "tied_logits"),
-    ("leftovers", "unexplained", "other_models"),
-    ("unexplained", "unexplained", "unexplained"),
-)
+EXPLANATIONS = (no_value, other_optimizer, other_depth, other_shapes, unread_scales, tied_logits, unexplained)
 
 _NOTHING_MORE = Fix("")
-_is_pack = on_demand.function("orbax_t5x.rules.pack", "is_pack")
+# Arguments with which a restore may end although a rule that is proposed before them is missing.
+_UNSAFE = frozenset({"strict", "fallback", "fallback_for"})
 
 
 class _TriedRemedy(NamedTuple):
-    """A remedy with the problems that it leaves, and equal remedies."""
+    """A remedy with the problems that it leaves, equal remedies, and the leaves after it."""
 
     remedy: Remedy
     left: list[Problem]
     others: list[Remedy]
-    unfilled: int
+    after: Matcher
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Code goes before advice, then what leaves fewer problems."""
+        return self.remedy.advice is not None, len(self.left)
 
 
 def explain_failure(inputs: PlanInputs, matcher: Matcher) -> list[Problem]:
     """Returns all problems, the main cause first, after a whole match."""
-    if inputs.proposes and matcher.unfilled and matcher.target.kind == "tree":
+    mends_rule = any(problem.fix and problem.fix.rule for problem in matcher.diagnostics.problems)
+    if inputs.proposes and matcher.unfilled and matcher.target.kind == "tree" and not mends_rule:
         problems = _remedied(inputs, matcher)
         if problems is not None:
             return problems
     return _problems(matcher, inputs)
 
 
-def _remedied(inputs: PlanInputs, found: Matcher) -> list[Problem] | None:
+def _remedied(inputs: PlanInputs, matcher: Matcher) -> list[Problem] | None:
     """Returns the problems with the best remedy, or None."""
-    matcher, is_added = _matched_before(inputs, found)
-    best, found_by = _best_remedy(matcher, inputs, lambda matcher: matcher.unfilled), "name and shape"
-    if best is None:
-        # A model of another size: the names show how to map it, and the problems that are left which sizes differ.
-        best, found_by = (
-            _best_remedy(matcher, inputs, lambda one: [n for n in one.unfilled if n not in one.state]),
-            "name",
-        )
+    best = _best_remedy(matcher, inputs)
     if best is None:
         return None
-    remedy, left, others, unfilled = best
-    leaves = counted(unfilled, "target leaf has", "target leaves have")
+    remedy, left, others, after = best
+    # Of a model of another size names show how to map it, and the problems that are left which sizes differ.
+    is_by_name = 2 * len(after.unfilled) >= len(matcher.unfilled) and bool(_unnamed(matcher))
+    count = len(_unnamed(matcher)) if is_by_name else len(matcher.unfilled)
+    found_by = "name" if is_by_name else "name and shape"
+    leaves = counted(count, "target leaf has", "target leaves have")
     message = f"{leaves} no match by {found_by} in the checkpoint: {remedy.reason}"
     if matcher.restores_nothing:
         message = f"no leaf of the checkpoint has a place in the target, and {message}"
+    causes = [problem for problem in left if problem in matcher.diagnostics.problems]
+    left = [problem for problem in left if problem not in causes]
     if left:
         message += f"; with the fix, {counted(len(left), 'problem is', 'problems are')} left, listed below"
+    if remedy.advice is not None or _unmatched(matcher, inputs).may_fill_unasked:
+        left = list(map(_in_words, left))  # right only after the fix, and a restore may end without it
     kind = "nothing_restored" if matcher.restores_nothing else "missing"
-    ways = [_fix_of_remedy(way, inputs, is_added=is_added) for way in (remedy, *others)]
+    ways = [_fix_of_remedy(way, inputs) for way in (remedy, *others)]
     fix = ways[0]
     if others and remedy.advice is None:
         # One text is enough for Python; another interface may have words for the others only.
         fix = dataclasses.replace(fix, alternatives=tuple(ways))
-    return [Problem(kind, None, message, fix), *left]
+    return [*causes, Problem(kind, None, message, fix), *left]
 
 
-def _best_remedy(
-    matcher: Matcher, inputs: PlanInputs, unfilled_of: Callable[[Matcher], list[str]]
-) -> _TriedRemedy | None:
-    """Returns the remedy that leaves the fewest problems."""
-    unfilled = unfilled_of(matcher)
+def _in_words(problem: Problem) -> Problem:
+    """Returns a problem with a fix that no program follows."""
+    if problem.fix is None:
+        return problem
+    ways = [way if _UNSAFE.isdisjoint(way.arguments) else way.in_words() for way in problem.fix.ways]
+    return dataclasses.replace(problem, fix=Fix.any_of(*ways))
+
+
+def _best_remedy(matcher: Matcher, inputs: PlanInputs) -> _TriedRemedy | None:
+    """Returns the remedy that leaves the fewest problems, of those that fill a leaf and lose none."""
     unmatched = _unmatched(matcher, inputs)
     best: _TriedRemedy | None = None
-    for remedy in (remedy for hypothesis in REMEDIES for remedy in asked(hypothesis, unmatched)):
-        if best is not None and not best.left and remedy.reason != best.remedy.reason:
+    for remedy in (remedy for hypothesis in REMEDIES for remedy in hypothesis(unmatched)):
+        if best is not None and best.rank == (False, 0) and remedy.reason != best.remedy.reason:
             break
         after = _match_with(remedy, matcher, inputs)
-        if not _fills_most(unfilled, unfilled_of(after)):
-            continue
-        problems = _problems_after(remedy, after, matcher, inputs)
+        problems = _problems_after(remedy, after, matcher, inputs) if _is_better(after, matcher) else None
         if problems is None:
             continue
-        if best is None or len(problems) < len(best.left):
-            best = _TriedRemedy(remedy, problems, [], len(unfilled))
+        tried = _TriedRemedy(remedy, problems, [], after)
+        if best is None or tried.rank < best.rank:
+            best = tried
         elif problems == best.left and remedy.reason == best.remedy.reason:
             best.others.append(remedy)
     return best
 
 
-def asked(hypothesis: tuple[str, str, str], unmatched: UnmatchedLeaves) -> Iterator[Any]:
-    """Yields a hypothesis' answers; loads it if the leaves need it."""
-    needed, module, name = hypothesis
-    if getattr(unmatched, needed):
-        yield from on_demand.function(f"orbax_t5x.restoring.diagnose.{module}", name)(unmatched)
+def _is_better(after: Matcher, before: Matcher) -> bool:
+    return (
+        set(after.unfilled) <= set(before.unfilled)
+        and _unnamed(after) <= _unnamed(before)
+        and (len(after.unfilled) < len(before.unfilled) or len(_unnamed(after)) < len(_unnamed(before)))
+    )
 
 
-def _matched_before(inputs: PlanInputs, found: Matcher) -> tuple[Matcher, bool]:
-    """Returns the matcher to start from, and if a remedy is added.
-
-    A `Translate` or a rule pack that knew no name at all is one that should not have been given.
-    """
-    kinds = {problem.kind for problem in found.diagnostics.problems}
-    is_translate = "translate" in kinds and not found.state
-    is_pack = "unused_rule" in kinds and found.state.keys() == inputs.source.keys()
-    if len(inputs.transforms) != 1 or not (is_translate or (is_pack and _is_pack(inputs.transforms[0]))):
-        return found, True
-    matcher = inputs.match(inputs.source, Diagnostics(problems=list(inputs.before)))
-    matcher.entries()
-    return matcher, False
+def _unnamed(matcher: Matcher) -> set[str]:
+    """Returns the target's names that the state dict lacks."""
+    return {name for name in matcher.unfilled if name not in matcher.state}
 
 
 def _match_with(remedy: Remedy, matcher: Matcher, inputs: PlanInputs) -> Matcher:
     notes, state, transforms = matcher.diagnostics.copy(), matcher.state, remedy.transforms
-    if remedy.source:
-        names = frozenset(inputs.bare_sources()[remedy.source])
-        notes, state = Diagnostics(problems=list(inputs.before)), inputs.source
-        transforms = (OneSource(remedy.source, remedy.transforms, names), *inputs.transforms)
-    elif remedy.is_first or remedy.is_instead:
+    if remedy.is_first or remedy.is_instead:
         notes, state = Diagnostics(problems=list(inputs.before)), inputs.source
         transforms = (*remedy.transforms, *(() if remedy.is_instead else inputs.transforms))
     state = run_on_leaves(transforms, state, matcher.target.original, is_resuming=False, diagnostics=notes)
@@ -158,30 +142,21 @@ def _match_with(remedy: Remedy, matcher: Matcher, inputs: PlanInputs) -> Matcher
 
 
 def _problems_after(remedy: Remedy, after: Matcher, before: Matcher, inputs: PlanInputs) -> list[Problem] | None:
-    """Returns the problems left; advice corrects no unwritten rules."""
-    if remedy.advice is None or remedy.source:
-        return _problems(after, inputs)
-    if len(after.diagnostics.problems) > len(before.diagnostics.problems):
+    """Returns the problems left, or None after rules of names that ask for more than there is."""
+    is_of_names = any(isinstance(rule, AssignmentMap) for rule in remedy.transforms) or remedy.advice is not None
+    if is_of_names and len(after.diagnostics.problems) > len(before.diagnostics.problems):
         return None
-    return _problems(after, dataclasses.replace(inputs, takes_rules=False))
+    # Advice corrects no unwritten rules.
+    return _problems(after, inputs if remedy.advice is None else dataclasses.replace(inputs, takes_rules=False))
 
 
-def _fills_most(before: Collection[str], after: Collection[str]) -> bool:
-    """Tests if most missing leaves are filled, and no leaf is lost.
-
-    An optimizer's state may be missing for another reason, such as that it was never saved.
-    """
-    model = model_leaves(before)
-    return set(after) <= set(before) and 2 * len(set(after).intersection(model)) < len(model)
-
-
-def _fix_of_remedy(remedy: Remedy, inputs: PlanInputs, *, is_added: bool) -> Fix:
+def _fix_of_remedy(remedy: Remedy, inputs: PlanInputs) -> Fix:
     if remedy.advice is not None:
         return Fix(remedy.advice)
+    if remedy.item:
+        return Fix.setting("pass {}", item=remedy.item)
     if remedy.is_instead:
         return Fix.setting("pass {}", transforms=remedy.transforms)
-    if not is_added:
-        return Fix.setting(f"pass {{}} in place of {code_of(inputs.transforms[0])}", transforms=remedy.transforms)
     if remedy.is_first:
         return Fix.setting("pass {}", transforms=(*remedy.transforms, *inputs.transforms))
     return _adding(remedy.transforms, inputs)
@@ -218,27 +193,41 @@ def _unmatched(matcher: Matcher, inputs: PlanInputs) -> UnmatchedLeaves:
         else (),
         transforms=inputs.transforms,
         takes_rules=inputs.takes_rules,
-        bare_sources=inputs.bare_sources(),
         source=inputs.source,
-        sources=tuple(filter(None, inputs.sources.checkpoints)),
-        clashes={one.leaf or "": one for one in matcher.problems if one.kind == "shape"},
+        clashes={
+            problem.leaf: problem
+            for problem in matcher.problems
+            if problem.kind == "shape" and problem.leaf is not None
+        },
+        items=_items(inputs),
+        options=inputs.options,
     )
+
+
+def _items(inputs: PlanInputs) -> tuple[str, ...]:
+    """Returns the names of the items of a single checkpoint."""
+    checkpoint = inputs.sources.checkpoints.get("")
+    return () if checkpoint is None else tuple(checkpoint.metadata.get("item_names", ()))
 
 
 def _problems(matcher: Matcher, inputs: PlanInputs) -> list[Problem]:
     """Returns the problems of transforms, leaves and hypotheses."""
     unmatched = _unmatched(matcher, inputs)
-    position = {one.name: at for at, one in enumerate(unmatched.missing)}
-    found: list[Problem] = []
+    position = {leaf.name: at for at, leaf in enumerate(unmatched.missing)}
+    explained: list[Problem] = []
     for hypothesis in EXPLANATIONS:
-        if explained := list(asked(hypothesis, unmatched)):
-            found += [_with_given(one.problem, inputs) for one in explained]
-            unmatched = unmatched.without({name for one in explained for name in one.names})
+        explanations = list(hypothesis(unmatched))
+        explained += [explanation.problem for explanation in explanations]
+        unmatched = unmatched.without({name for explanation in explanations for name in explanation.names})
     # Causes of many missing leaves, then single ones in the target's order, then what is left over.
     last = len(position)
-    found.sort(
-        key=lambda one: last if one.kind == "leftover" else -1 if one.leaf is None else position.get(one.leaf, last)
-    )
-    left = [one for one in matcher.problems if one.kind != "shape" or (one.leaf or "") in unmatched.clashes]
-    left = [_with_given(one, inputs) for one in left]
-    return [*matcher.diagnostics.problems, *left, *dict.fromkeys(found)]
+
+    def place(problem: Problem) -> int:
+        if problem.kind == "leftover":
+            return last
+        return -1 if problem.leaf is None else position.get(problem.leaf, last)
+
+    single = [problem for problem in matcher.problems if problem.kind != "shape" or problem.leaf in unmatched.clashes]
+    problems = [*single, *dict.fromkeys(sorted(explained, key=place))]
+    names = {*matcher.target.leaves, *matcher.state}
+    return [*matcher.diagnostics.problems, *(_with_given(one, inputs) for one in with_joined_fixes(problems, names))]

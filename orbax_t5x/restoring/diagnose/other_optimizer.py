@@ -9,9 +9,10 @@ from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.moments import find_optimizer
 from orbax_t5x.optim.optimizer_names import is_in_optimizer
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, UnmatchedLeaves
-from orbax_t5x.restoring.diagnose.unexplained import give_values
+from orbax_t5x.restoring.diagnose.unexplained import fill_new
 from orbax_t5x.text.wording import leaves_text
 from orbax_t5x.transforms import AdafactorSlots
+from orbax_t5x.trees.subtrees import exact_patterns
 
 # A single leaf is no optimizer.
 _LEAST = 2
@@ -22,8 +23,7 @@ _OPTIMIZERS = (
     ({"trace"}, "SGD's with momentum"),
     ({"mu"}, "Lion's"),
 )
-_SAME = Fix.by_target("make the target with the checkpoint's optimizer")
-_ANEW = Fix.setting("if the optimizer is to begin without its history, pass {}", fallback=..., fallback_for=...)
+_AS_STORED = Fix.by_target("give the target the checkpoint's optimizer")
 _CONVERT_BUNDLE = Fix("put ot.transforms.AdafactorSlots() behind ot.rules.mesh_tf_to_t5x()")
 _CONVERT = Fix("begin the transforms with ot.transforms.AdafactorSlots(), before parameters are renamed")
 
@@ -35,11 +35,12 @@ def other_optimizer(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     if len(missing) < _LEAST or not wanted <= set(unmatched.unfilled):
         return
     stored, theirs = _optimizer({name: value for name, value in unmatched.source.items() if value is not None})
-    first = unmatched.wanted[missing[0]]
-    ways = [_SAME, give_values(first) if first.is_barred else _ANEW]
+    anew = fill_new(exact_patterns(missing, list(unmatched.target.leaves)), unmatched, "to start the optimizer anew")
+    ways = [_AS_STORED, anew.in_words()]
     message = f"the checkpoint has {theirs} state, the target {ours}"
     if not stored:
         message = "the checkpoint has no optimizer's state"
+        ways = [anew.in_words() if unmatched.may_be_stored else anew]
     elif theirs == ours:
         message = f"the checkpoint has {theirs} state under other names or in other shapes than the target"
         is_converted = any(isinstance(transform, AdafactorSlots) for transform in unmatched.transforms)

@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from orbax_t5x import on_demand, transforms
+from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import LazyArray, as_view
-from orbax_t5x.restoring.diagnose.hypothesis import Explanation, UnmatchedLeaves, as_template
-from orbax_t5x.restoring.targets import MissingLeaf
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, UnmatchedLeaves
 from orbax_t5x.text.wording import counted, leaves_text, listed
 from orbax_t5x.transforms.dequantize import (
     MARKER,
@@ -21,6 +20,8 @@ from orbax_t5x.transforms.dequantize import (
     scales_beside,
 )
 from orbax_t5x.transforms.patterns.closest import ClosestNames
+from orbax_t5x.transforms.patterns.table import pattern_text
+from orbax_t5x.trees.subtrees import exact_patterns
 
 _NONE = "the checkpoint has None there: that part of the state was not in use when it was saved"
 _RESET = "the optimizer's state of this parameter has no counterpart in the new layout and is reset"
@@ -32,88 +33,86 @@ _LOOKUPS = 20
 _SHOWN_LEFTOVERS = 5
 _BARRED = "; no pattern of fallback_for lets the fallback fill it"
 
-LEAVE_UNREAD = Fix.any_of(
-    Fix.setting("pass {} to leave them unread", strict=False),
-    Fix.in_program("put ot.transforms.Drop(pattern) into the rules"),
-)
-_GIVE_VALUES = Fix.any_of(
-    Fix.setting("give {} values", fallback=...), Fix.by_target("put ... in the target to leave it out")
-)
-_LET_FILL = Fix.any_of(
-    Fix.in_program("let the fallback fill it by a pattern of fallback_for"),
-    Fix.by_target("put ... in the target to leave it out"),
-)
+_RENAME = Fix("give what the checkpoint has of it this name by a rule of ot.transforms.Rename")
+_LEAVE_OUT = Fix.by_target("put ... in the target to leave it out")
+# More patterns than these are no list that somebody checks.
+_MOST_PATTERNS = 8
 
 
-def give_values(one: MissingLeaf) -> Fix:
-    """Returns the advice for a leaf without a value in the checkpoint."""
-    return _LET_FILL if one.is_barred else _GIVE_VALUES
+def fill_new(patterns: list[str], unmatched: UnmatchedLeaves, condition: str) -> Fix:
+    """Returns the fix that lets the fallback fill leaves because they are new."""
+    given = [pattern_text(pattern) for pattern in unmatched.options.fallback_for or ()]
+    has_values = unmatched.options.fallback is not None and all(leaf.is_barred for leaf in unmatched.wanted.values())
+    arguments: dict[str, Any] = {} if has_values else {"fallback": ...}
+    words = f"{condition}, {'give {fallback} values and ' if arguments else ''}pass {{set}}"
+    return Fix.setting(words, **arguments, fallback_for=[*given, *patterns])
+
+
+def _missing_fix(unmatched: UnmatchedLeaves) -> Fix:
+    """Returns the fix of all leaves that the checkpoint lacks, or may have under other names.
+
+    Only where nothing in it is without a place do the names show that the leaves are new.
+    """
+    patterns = exact_patterns(list(unmatched.wanted), list(unmatched.target.leaves))
+    fix = fill_new(patterns, unmatched, "if new" if len(unmatched.wanted) == 1 else "if all of them are new")
+    if len(patterns) > _MOST_PATTERNS:
+        fix = Fix.in_program("if they are new, give fallback= values and name them by patterns of fallback_for=")
+    if unmatched.may_be_stored and unmatched.takes_rules:
+        return Fix.any_of(_RENAME, fix.in_words(), _LEAVE_OUT)
+    return Fix.any_of(fix, _LEAVE_OUT)
+
+
+def leave_unread(unmatched: UnmatchedLeaves) -> Fix:
+    """Returns the fix of leaves without a place; words where the fallback may fill the place that they have."""
+    drop = Fix.in_program("put ot.transforms.Drop(pattern) into the rules")
+    unread = Fix.setting("pass {} to leave them unread", strict=False)
+    if unmatched.may_fill_unasked:
+        text = "map them with a rule of Rename, or name what is new of the target by fallback_for="
+        return Fix.any_of(Fix.in_program(text), drop)
+    return Fix.any_of(unread, drop)
 
 
 def no_value(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     """Explains leaves that the checkpoint knows and has no value of."""
-    for one in unmatched.missing:
-        if one.is_none:
-            fix = Fix.any_of(Fix.by_target("put None in the target there"), Fix.setting("give {} values", fallback=...))
-            yield Explanation(Problem("missing", one.name, _NONE, fix), (one.name,))
-        elif one.is_reset:
-            yield Explanation(Problem("missing", one.name, _RESET, give_values(one)), (one.name,))
-
-
-def single_array(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-    """Explains an array without a container, as the target or the checkpoint."""
-    if "" not in unmatched.wanted and (not unmatched.wanted or list(unmatched.arrays) != [""]):
-        return
-    arrays = [(name, tuple(array.shape), str(array.dtype)) for name, array in unmatched.arrays.items()]
-    for name, missing in unmatched.wanted.items():
-        message = f"the checkpoint has no such leaf: the {'checkpoint' if name else 'target'} is {NO_NAME}"
-        fix = Fix.by_target("pass the target's leaf by itself" if name else "name the target's leaf, {name: leaf}")
-        if [array[1:] for array in arrays] == [(missing.leaf.shape, str(missing.leaf.dtype))]:
-            fix = Fix.adding(transforms.AssignmentMap(((re.escape(name), as_template(arrays[0][0])),)))
-        yield Explanation(Problem("missing", name, message, fix), (name,))
+    for leaf in unmatched.missing:
+        give = fill_new([re.escape(leaf.name)], unmatched, "if it is to be new")
+        if leaf.is_none:
+            fix = Fix.any_of(Fix.by_target("put None in the target there"), give.in_words())
+            yield Explanation(Problem("missing", leaf.name, _NONE, fix), (leaf.name,))
+        elif leaf.is_reset:
+            yield Explanation(Problem("missing", leaf.name, _RESET, Fix.any_of(give, _LEAVE_OUT)), (leaf.name,))
 
 
 def unexplained(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     """Lists leaves that a side lacks, with close names."""
     closest = ClosestNames(list(unmatched.free) or list(unmatched.stored))
-    for place, (name, one) in enumerate(unmatched.wanted.items()):
+    fix = _missing_fix(unmatched) if unmatched.wanted else None
+    for place, (name, leaf) in enumerate(unmatched.wanted.items()):
         near = closest.to(name, _CLOSEST) if place < _LOOKUPS else []
-        message = "the checkpoint has no such leaf" + (f"; closest: {', '.join(near)}" if near else "")
-        message += _BARRED if one.is_barred else ""
-        yield Explanation(Problem("missing", name, message, give_values(one)), (name,))
+        message = (
+            "the checkpoint has no such leaf" if name else f"the target is {NO_NAME}, and the checkpoint has names"
+        )
+        message += _BARRED if leaf.is_barred else ""
+        source = f"; closest: {', '.join(near)}" if near else ""
+        yield Explanation(Problem("missing", name, message + source, fix, source), (name,))
     names = unmatched.leftovers
     if len(names) == 1:
         message = "the target has no place for this leaf of the checkpoint"
         message += "" if names[0] else f", {NO_NAME}"
-        yield Explanation(Problem("leftover", names[0], message, LEAVE_UNREAD), names)
+        yield Explanation(Problem("leftover", names[0], message, leave_unread(unmatched)), names)
     elif names:
         shown = listed(names, _SHOWN_LEFTOVERS)
         message = f"{leaves_text(len(names))} of the checkpoint have no place in the target: {shown}"
-        yield Explanation(Problem("leftover", None, message, LEAVE_UNREAD), names)
+        yield Explanation(Problem("leftover", None, message, leave_unread(unmatched)), names)
 
 
 _SHOWN_NAMES = 5
-_ENCODER = re.compile(r"(?:.*[/.])?enc(?:oder)?[/.].*")
-_DECODER = re.compile(r"(?:.*[/.])?(?:dec(?:oder)?[/.].*|(?:lm_head|logits_dense)[/.].*)")
 # The matrix of a T5 that computes logits, as Hugging Face and T5X name it; and its leaves in an optimizer's state.
 _HEAD = re.compile(r"(?:.*/)?(?:lm_head(?:\.weight|/kernel)|decoder/logits_dense/kernel)(?:/\w+)?")
 _EMBEDDING = re.compile(r"(?:.*/)?(?:token_embedder/embedding|shared(?:\.weight|/embedding))")
 _NOT_GATED = re.compile(r"(?:.*[/.])?wi[/.](?:kernel|weight)")
 _PACKS = {"lm_head.weight": "hf_t5_to_t5x", "lm_head/kernel": "hf_flax_t5_to_t5x"}
 _pack_function = on_demand.function("orbax_t5x.rules.graph", "pack_function")
-
-
-def encoder_only(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-    """Explains leftovers of a decoder, for a target without it."""
-    target = unmatched.target.leaves
-    if any(map(_DECODER.fullmatch, target)) or not any(map(_ENCODER.fullmatch, target)):
-        return
-    names = [name for name in unmatched.leftovers if _DECODER.fullmatch(name)]
-    if names:
-        left = f"{leaves_text(len(names))} of the checkpoint's decoder"
-        message = f"the target has an encoder and no decoder; left over: {left}: {listed(names, _SHOWN_NAMES)}"
-        leaf = names[0] if len(names) == 1 else None
-        yield Explanation(Problem("leftover", leaf, message, LEAVE_UNREAD), names)
 
 
 def unread_scales(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
@@ -174,38 +173,6 @@ def _packs_of(value: Any) -> list[str]:
     """Returns the packs that rename Hugging Face's output projection."""
     leaves = as_view(value).leaves() if isinstance(value, LazyArray) else ()
     return [pack for leaf in leaves for end, pack in _PACKS.items() if leaf.name.endswith(end)]
-
-
-def other_models(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-    """Explains leaves below a prefix that the target does not take."""
-    prefix = _prefix_taken(unmatched) if unmatched.leftovers and unmatched.takes_rules else ""
-    # Leftovers that a transform has named otherwise are no model beside the one that it translates.
-    names = [name for name in unmatched.leftovers if name in unmatched.source and not name.startswith(prefix)]
-    if prefix and names:
-        message = (
-            f"the target takes what is below {prefix!r}; {leaves_text(len(names))} of the checkpoint beside it "
-            f"{'has' if len(names) == 1 else 'have'} no place there: {listed(names, _SHOWN_NAMES)}"
-        )
-        keep = transforms.Keep((f"{re.escape(prefix)}.*",))
-        fix = Fix.any_of(
-            Fix.setting("pass {} to leave them unread", strict=False),
-            Fix.setting("keep the one model: pass {}", transforms=(keep, *unmatched.transforms)),
-        )
-        yield Explanation(Problem("leftover", names[0] if len(names) == 1 else None, message, fix), names)
-
-
-def _prefix_taken(unmatched: UnmatchedLeaves) -> str:
-    """Returns the common prefix of the matched leaves, or ""."""
-    names = {leaf: name for name, value in unmatched.source.items() for leaf in _leaf_count(value)}
-    taken = unmatched.target.leaves.keys() - set(unmatched.unfilled)
-    found = [names[leaf] for name in taken for leaf in _leaf_count(unmatched.stored.get(name)) if leaf in names]
-    if len(found) < 2:
-        return ""
-    # What all names begin with, the first and the last of them begin with.
-    first, last = min(found), max(found)
-    common = next((first[:at] for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), "")
-    # Of PyTorch's names; what a train state has beside its parameters is no other model.
-    return common[: common.rfind(".") + 1]
 
 
 def _leaf_count(value: object) -> tuple[object, ...]:

@@ -6,15 +6,13 @@ one.
 
 from __future__ import annotations
 
-import collections
-import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan, RestoreReport
 from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.wording import counted, leaves_text, listed, plain, size_text
-from orbax_t5x.trees.flat import parents
+from orbax_t5x.trees.subtrees import exact_patterns, whole_subtrees
 
 
 def about_to_restore(plan: RestorePlan) -> str:
@@ -95,8 +93,7 @@ def filled_parameters(plan: RestorePlan) -> str:
 
 def patterns_for_filled(plan: RestorePlan) -> list[str] | None:
     """Returns all filled names as regexes for `fallback_for`."""
-    found = _whole_subtrees(plan.filled, [entry.name for entry in plan.entries if entry.action != "keep"])
-    patterns = [re.escape(name.removesuffix("**")) + (".*" if name.endswith("/**") else "") for name in found]
+    patterns = exact_patterns(plan.filled, [entry.name for entry in plan.entries if entry.action != "keep"])
     return patterns if len(patterns) <= _SHOWN_PATTERNS else None
 
 
@@ -107,17 +104,6 @@ def _parameter_entries(plan: RestorePlan) -> Sequence[PlanEntry]:
 
 def folded_subtrees(names: Sequence[str], every: Iterable[str]) -> list[str]:
     """Folds names to `dec/** (46)` for subtrees that they fill."""
-    found = _whole_subtrees(names, every)
+    found = whole_subtrees(names, every)
     sizes = list(found.values())
     return [f"{row.texts[0]} ({sum(sizes[at] for at in row.members):,})" for row in fold_names(found)]
-
-
-def _whole_subtrees(names: Sequence[str], every: Iterable[str]) -> dict[str, int]:
-    """Counts names by whole subtrees `dec/**`, or by themselves."""
-    totals = collections.Counter(parent for name in every for parent in parents(name))
-    counts = collections.Counter(parent for name in names for parent in parents(name))
-    found: dict[str, int] = {}
-    for name in names:
-        whole = next((parent for parent in parents(name) if counts[parent] == totals[parent] > 1), None)
-        found[name if whole is None else f"{whole}/**"] = 1 if whole is None else counts[whole]
-    return found

@@ -22,7 +22,7 @@ from orbax_t5x.restoring.show.entries import (
     why_text,
 )
 from orbax_t5x.restoring.show.filled import filled_patterns, filled_text, folded_subtrees
-from orbax_t5x.text.code import code_of
+from orbax_t5x.text.code import code_lines, code_of
 from orbax_t5x.text.fold import fold
 from orbax_t5x.text.report import Page, Section
 from orbax_t5x.text.table import TableRow
@@ -112,8 +112,8 @@ def plan_outcome(plan: RestorePlan) -> str:
 def name_sections(plan: RestorePlan) -> Iterator[Section]:
     """Makes the sections beside the table."""
     if plan.found_rules:
-        rules = [f"{code_of(one)}," for one in plan.found_rules]
-        yield Section('Rules that "auto" found, as transforms to paste', names=rules)
+        code = [line for one in plan.found_rules for line in code_lines(f"{code_of(one)},")]
+        yield Section('Rules that "auto" found, as transforms to paste', code=code)
     if reasons := _reasons(plan):
         yield Section('Why "auto" took its leaves', names=reasons)
     constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}

@@ -9,15 +9,19 @@ from typing import Any, cast
 
 from orbax_t5x.optim.moments import find_optimizer
 from orbax_t5x.rules.alignment.evidence import NAME, RENAMING, Proof
+from orbax_t5x.rules.alignment.given import GivenError
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
+from orbax_t5x.rules.alignment.words import path_of
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
 from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.wording import leaves_text, listed
-from orbax_t5x.transforms import Transform
+from orbax_t5x.transforms import Chain, Rename, Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
 from orbax_t5x.transforms.run import run_and_place
+from orbax_t5x.trees.flat import parents
 
 # Open leaves that are printed, folded, and readings of each.
 _SHOWN_OPEN = 20
@@ -143,7 +147,37 @@ def align_leaves(
     source: Leaves, target: Leaves, ours: Leaves, theirs: Leaves, given: Mapping[str, str] | None = None
 ) -> Alignment:
     """Aligns some leaves of a checkpoint and a target."""
-    return _alignment(moves_between(ours, theirs, given=given), source, {**target, **theirs})
+    target = {**target, **theirs}
+    moves = moves_between(ours, theirs, given=given)
+    renamed = _renamed_in_place(moves.open, ours, theirs)
+    if renamed:
+        try:
+            moves = moves_between(ours, theirs, given={**renamed, **(given or {})})
+        except GivenError:
+            return _alignment(moves, source, target)
+        for old, new in renamed.items():
+            if new in moves and old not in (given or {}):
+                moves.why[new] = RENAMING
+    return _alignment(moves, source, target)
+
+
+def _renamed_in_place(readings: Mapping[str, Sequence[str]], ours: Leaves, theirs: Leaves) -> dict[str, str]:
+    """Returns pairs of names that differ in the last word only, the same two words in all of both trees.
+
+    The path of a module says more than the shapes of its neighbours.
+    """
+    pairs: dict[str, str] = {}
+    words: set[tuple[Any, Any]] = set()
+    for name, candidates in readings.items():
+        *module, new = path_of(name) or ("",)
+        same = [old for old in candidates if module and list(path_of(old)[:-1]) == module]
+        if len(same) == 1:
+            pairs[same[0]] = name
+            words.add((path_of(same[0])[-1], new))
+    olds, news = ({last for name in side for last in path_of(name)[-1:]} for side in (ours, theirs))
+    is_one_to_one = len({old for old, _ in words}) == len(words) == len({new for _, new in words})
+    is_complete = all(old not in news and new not in olds for old, new in words)
+    return pairs if is_one_to_one and is_complete else {}
 
 
 def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
@@ -152,12 +186,28 @@ def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
     slots = find_optimizer(source).parameters_of_slots()
     names = [name for name in source if name not in slots]
     transforms: Sequence[Transform] = moves_as_transforms(dict.fromkeys(moves.values()), names, list(target))
+    transforms = _runnable(transforms, source, target)
     states = _states(transforms, source, target)
     wrong = [name for name, move in moves.items() if not _is_made(states[-1].get(name), move, target[name])]
     for name in wrong:
         moves.open[name] = moves.pop(name).sources
     evidence = [_evidence(*pair, moves) for pair in itertools.pairwise(states)]
     return Alignment(tuple(transforms), tuple(evidence), dict(moves.open), moves, source, target)
+
+
+def _runnable(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> list[Transform]:
+    """Returns transforms that run one by one: a rule may match nothing, and names that meet on the way are one step."""
+    runnable: list[Transform] = []
+    (state,) = _states((), source, target)
+    has_clash = False
+    for transform in transforms:
+        notes = Diagnostics()
+        state = transform.apply(state, target, notes)
+        if isinstance(transform, Rename) and any(problem.kind == "unused_rule" for problem in notes.problems):
+            transform = dataclasses.replace(transform, require_match=False)
+        runnable.append(transform)
+        has_clash = has_clash or any(not state.keys().isdisjoint(parents(name)) for name in state)
+    return [Chain(runnable)] if has_clash and len(runnable) > 1 else runnable
 
 
 def _open_occupied(moves: Moves, source: Leaves) -> None:

@@ -19,6 +19,7 @@ from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.optim.moments import Moments, OptimizerState, Shape, find_optimizer, is_below, plain_name
 from orbax_t5x.text.wording import leaves_text, listed
+from orbax_t5x.transforms.by_rules import ByRules
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.slots import FACTORS, NewParameter, NewSlots, RuleOf, follow_parameter, is_placeholder
 from orbax_t5x.transforms.follow.trace import KeptDims, Replay, Symbol, is_symbol, symbol_below, symbol_for, symbols_of
@@ -28,11 +29,12 @@ Roots = tuple[tuple[str, str], ...]
 
 
 class _NewLeaf(NamedTuple):
-    """A leaf of the state over symbols of parameters."""
+    """A leaf of the state over symbols, and the plain names of the parameters that these stand for."""
 
     name: str
     plain: str
     view: View
+    parameters: tuple[str, ...]
 
 
 def _no_rule(name: str, rank: int) -> None:
@@ -68,11 +70,12 @@ class FollowedState:
 
     # -- rules
 
-    def take_out(self, names: Collection[str]) -> None:
-        """Makes slots ordinary leaves, which follow no parameter."""
+    def take_out(self, rules: ByRules) -> None:
+        """Makes the slots that rules match by their own names ordinary leaves, which follow no parameter."""
         for moments in self.optimizer.moments:
+            names = rules.matching(moments.slots.values())
+            self.visible.update((name, self._state[name]) for name in moments.slots.values() if name in names)
             moments.slots = {param: slot for param, slot in moments.slots.items() if slot not in names}
-        self.visible.update((name, self._state[name]) for name in names if name in self._state)
 
     def changed(self, state: FlatState) -> set[str]:
         """Returns the plain names of parameters that are not under their names, as they are."""
@@ -98,13 +101,23 @@ class FollowedState:
 
     def current_slots(self, state: FlatState) -> dict[str, str]:
         """Returns the names that slots have after the rules so far, and their parameters' plain names."""
-        names = {plain_name(name): name for name, value in state.items() if isinstance(value, View)}
-        return {
-            moments.name_for(plain): plain
-            for moments in self.optimizer.moments
-            for plain, name in names.items()
-            if any(symbol.name in moments.slots for symbol in symbols_of(state[name]))
-        }
+        leaves, slots = self._leaves(state), dict[str, str]()
+        for group in _by_node(self.optimizer.moments):
+            own = _made_of(leaves, {parameter for moments in group for parameter in moments.slots})
+            root = _new_root(group[0].root, own)
+            for moments in group:
+                slots.update((moments.name_for(leaf.plain, root), leaf.plain) for leaf in _made_of(own, moments.slots))
+        return slots
+
+    def _leaves(self, state: FlatState) -> list[_NewLeaf]:
+        """Returns the leaves that are made of parameters with slots."""
+        return [
+            _NewLeaf(name, plain_name(name), value, names)
+            for name, value in state.items()
+            if isinstance(value, View)
+            and (names := tuple(symbol.name for symbol in symbols_of(value)))
+            and not self._parameters.keys().isdisjoint(names)
+        ]
 
     # -- the whole state
 
@@ -120,11 +133,7 @@ class FollowedState:
           diagnostics: Takes problems, and slots that cannot follow.
         """
         result = {name: self._computed(value) for name, value in state.items()}
-        leaves = [
-            _NewLeaf(name, plain_name(name), value)
-            for name, value in state.items()
-            if isinstance(value, View) and any(symbol.name in self._parameters for symbol in symbols_of(value))
-        ]
+        leaves = self._leaves(state)
         changed = self.changed(state)
         for slot, parameter in self.optimizer.unknown.items():
             if parameter in changed:
@@ -162,8 +171,8 @@ class FollowedState:
     ) -> list[Moments]:
         """Adds the slots of one node to the result; returns the node's new moments."""
         old = {parameter for moments in group for parameter in moments.slots}
-        own = [leaf for leaf in leaves if any(symbol.name in old for symbol in symbols_of(leaf.view))]
-        kept = {symbol.name for leaf in own for symbol in symbols_of(leaf.view)}
+        own = _made_of(leaves, old)
+        kept = {parameter for leaf in own for parameter in leaf.parameters}
         root = _new_root(group[0].root, own)
         new = {id(moments): dataclasses.replace(moments, slots={}, root=root) for moments in group}
         for moments in group:
@@ -178,9 +187,10 @@ class FollowedState:
         for leaf in own:
             if _is_unchanged(leaf.name, leaf.view):
                 continue
-            symbols = [symbol.name for symbol in symbols_of(leaf.view)]
             kinds = {
-                moments.kind: {name: self._state[moments.slots[name]] for name in symbols if name in moments.slots}
+                moments.kind: {
+                    name: self._state[moments.slots[name]] for name in leaf.parameters if name in moments.slots
+                }
                 for moments in group
             }
             parameter = NewParameter(
@@ -201,7 +211,7 @@ class FollowedState:
             for moments in group:
                 if moments.kind in kinds:
                     name = moments.name_for(leaf.plain, root)
-                    origin = next(iter(moments.slots[one] for one in symbols if one in moments.slots), name)
+                    origin = next((moments.slots[old] for old in leaf.parameters if old in moments.slots), name)
                     self._record(moments.kind, name, origin, leaf, slots, result, diagnostics)
                     new[id(moments)].slots[leaf.plain] = name
         return list(new.values())
@@ -244,6 +254,11 @@ class FollowedState:
         result[name] = value
 
 
+def _made_of(leaves: Iterable[_NewLeaf], parameters: Collection[str]) -> list[_NewLeaf]:
+    """Returns the leaves that are made of some parameters."""
+    return [leaf for leaf in leaves if any(name in parameters for name in leaf.parameters)]
+
+
 def _is_unchanged(name: str, value: Any) -> bool:
     return is_symbol(value) and value.leaf.name == plain_name(name)
 
@@ -283,8 +298,8 @@ def _new_root(root: str, leaves: Sequence[_NewLeaf]) -> str:
         return root
     votes: collections.Counter[str] = collections.Counter()
     for leaf in outside:
-        for symbol in symbols_of(leaf.view):
-            path = symbol.name.removeprefix(f"{root}/") if root else symbol.name
+        for parameter in leaf.parameters:
+            path = parameter.removeprefix(f"{root}/") if root else parameter
             if leaf.plain.endswith(f"/{path}"):
                 votes[leaf.plain.removesuffix(f"/{path}")] += 1
     firsts = {leaf.plain.partition("/")[0] for leaf in outside}

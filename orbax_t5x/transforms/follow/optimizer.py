@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from orbax_t5x.optim.factor_rules import FactorDim
+from orbax_t5x.provenance.digests import digest_of
 from orbax_t5x.transforms.base import AnyTransform, Given, Transform, describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_table
@@ -64,6 +65,10 @@ class FollowOptimizer(Transform):
     def describe(self) -> str:
         """Returns a line for people."""
         return f"FollowOptimizer({describe_transform(self.transform)})"
+
+    def digest(self) -> str | None:
+        """Returns the transform's own digest, unless roots or factors are given."""
+        return super().digest() if self.factors or self.roots is not None else digest_of(self.transform)
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         inside = dataclasses.replace(diagnostics, follows=False)

@@ -55,7 +55,9 @@ def place_optimizer(
     """
     names = {plain_name(name): name for name, value in state.items() if value is not None}
     wanted = {plain_name(name): name for name, leaf in target.items() if leaf is not None}
-    if not target or not any(is_step(name) or may_be_optimizer(name) for name in names.keys() ^ wanted.keys()):
+    if not target or state.keys() == wanted.keys():
+        return dict(state)
+    if not any(is_step(name) or may_be_optimizer(name) for name in names.keys() ^ wanted.keys()):
         return _with_endings(state, wanted, diagnostics)
     placing = _Placing(source or find_optimizer(state), find_optimizer(target), diagnostics)
     placing.pair()

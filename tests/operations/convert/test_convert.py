@@ -26,7 +26,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.provenance import records as provenance
 from tests.support.conversions import BUNDLES, GOLDENS, assert_equals, flat, names_in, record_of
 from tests.support.memory_checkpoint import FailingLeaf, checkpoint
-from tests.support.recorded_chains import chain_digest
+from tests.support.recorded_chains import entries_of
 from tests.support.saving import stock
 
 MIB = 1 << 20
@@ -47,8 +47,7 @@ def test_bundles_are_translated(tmp_path, name):
     assert restored.keys() == expected.keys(), types
     for leaf, array in expected.items():
         np.testing.assert_array_equal(np.asarray(restored[leaf], array.dtype), array, err_msg=leaf)
-    (record,) = provenance.from_metadata(record_of(tmp_path / "out"))
-    assert record["transforms"] == ["Translate()"] and record["digest"] == chain_digest([translate])
+    assert list(provenance.from_metadata(record_of(tmp_path / "out"))) == entries_of([translate])
     # Once is enough: the same chain on what it made changes nothing.
     ot.convert(tmp_path / "out", tmp_path / "again", translate)
     assert flat(stock(tmp_path / "again")).keys() == restored.keys()
@@ -81,8 +80,7 @@ def test_several_sources_and_a_function_that_computes(tmp_path):
     ot.convert({"one": one, "two": two}, tmp_path / "out", average)
     restored = stock(tmp_path / "out")
     np.testing.assert_array_equal(restored["w"], np.stack([np.arange(6.0).reshape(2, 3), np.zeros((2, 3))]))
-    (record,) = provenance.from_metadata(record_of(tmp_path / "out"))
-    assert record["format"] == {"one": "orbax", "two": "tf_bundle"}
+    assert list(provenance.from_metadata(record_of(tmp_path / "out"))) == entries_of([average])
 
 
 def test_the_report_counts_leaves_and_bytes(tmp_path):

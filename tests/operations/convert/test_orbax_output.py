@@ -30,9 +30,7 @@ def test_bundles_keep_every_value_and_dtype(tmp_path, name):
     with np.load(source / "expected.npz") as values:
         for leaf, array in restored.items():
             np.testing.assert_array_equal(np.asarray(array, values[leaf].dtype), values[leaf])
-    (record,) = provenance.from_metadata(record_of(tmp_path / "out"))
-    assert record["format"] == "tf_bundle" and record["transforms"] is None
-    assert record["source"].startswith(str(source))
+    assert provenance.from_metadata(record_of(tmp_path / "out")) == ()
     assert names_in(tmp_path) == ["out"]
 
 

@@ -104,7 +104,7 @@ def test_the_record_of_an_item_that_stands_alone_among_others_goes_on(tmp_path):
             manager.save(step + 1, args=ocp.args.Composite(state=save, data=ocp.args.JsonSave({})))
         with ot.open_checkpoint(root, item="state") as opened:
             (entry,) = opened.metadata["custom_metadata"]["orbax_t5x"]["provenance"]
-            assert len(entry["transforms"]) == 1
+            assert entry["text"].startswith("Rename")
 
 
 def test_metadata_that_the_checksums_contradict_are_damage(tmp_path):
@@ -250,4 +250,4 @@ def test_a_target_that_does_not_fit_is_no_damage(three_steps, target):
     with ours(three_steps) as manager, pytest.raises(ot.RestorePlanError) as raised:
         ot.restore_or_initialize(manager, {**target, "more": target["x"]}, init_fn=lambda: {**initial(), "more": 0.0})
     # A step of the run is complete, or does not fit: nothing in it is initialised anew.
-    assert [problem.leaf for problem in raised.value.problems] == ["more"]
+    assert [problem.leaf for problem in raised.value.problems] == [None, "more"]

@@ -139,9 +139,10 @@ FORMATS = {
 @pytest.mark.parametrize("kind", MANAGERS)
 def test_a_step_of_any_writer_is_resumed(tmp_path, target, source, kind):
     make, args = MANAGERS[kind]
-    with make(tmp_path / "root") as manager:
-        manager.save(4, args=args(STATE))
-        manager.wait_until_finished()
+    for step in (3, 4):  # the second manager does not know the state of the root
+        with make(tmp_path / "root") as manager:
+            manager.save(step, args=args(STATE))
+            manager.wait_until_finished()
     for _ in range(2):  # new managers know nothing of what others saved
         with make(tmp_path / "root") as manager:
             call = functools.partial(ot.restore_or_initialize, manager, target, init_from=source, transforms=SWAP)
@@ -243,7 +244,7 @@ def test_a_checkpointer_of_orbax_v1_is_a_manager(tmp_path, target, source):
                 checkpointer.save_async(step + 1, state)
                 assert ot.restore_or_initialize(checkpointer, target)[1:] == (step + 1, "resumed")
     for step in (1, 2):
-        assert recorded(root / str(step) / "state")[0]["transforms"] == ["Rename: ('x', 'y')", "Rename: ('y', 'x')"]
+        assert [entry["text"] for entry in recorded(root / str(step) / "state")] == ["Rename((('x', 'y'), ('y', 'x')))"]
 
 
 def test_a_damaged_step_of_a_checkpointer_is_passed_over(tmp_path, target):

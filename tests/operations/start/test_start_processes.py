@@ -97,4 +97,4 @@ def test_two_processes_start_alike(tmp_path):
         ]
     item = tmp_path / "second" / "1" / "default"
     record = json.loads((item / "_METADATA").read_text())["custom_metadata"]["orbax_t5x"]["provenance"]
-    assert [entry["transforms"] for entry in record] == [None, ["Rename: ('x', 'y')", "Rename: ('y', 'x')"]]
+    assert [entry["text"] for entry in record] == ["Rename((('x', 'y'), ('y', 'x')))"]

@@ -38,8 +38,8 @@ def optimizer_problems(source, target, transforms):
 def test_adafactor_in_the_checkpoint_and_adam_in_the_target(params, transforms):
     problem = optimizer_problems(SOURCE, state(params, optax.adam(1e-3)), transforms)
     assert "the checkpoint has Adafactor's state, the target Adam's: 105 leaves" in problem.message
-    assert str(problem.fix) == "give fallback= values, which start the optimizer anew"
-    assert dict(problem.fix.arguments) == {"fallback": ...}
+    first, second = problem.fix.ways
+    assert first.scope == "target" and "to start the optimizer anew" in str(second) and not second.arguments
 
 
 def test_a_checkpoint_without_an_optimizer(params):
@@ -54,8 +54,8 @@ def test_adafactor_under_other_names_is_said_to_be_convertible(params):
     rename = [ot.transforms.Rename([("target/(.*)", r"params/\1"), ("state/step", "step"), ("state/.*", None)])]
     problem = optimizer_problems(SOURCE, target, rename)
     assert "the checkpoint has Adafactor's state under other names" in problem.message
-    first, second = problem.fix.ways
-    assert "AdafactorSlots" in str(first) and not first.transforms and "fallback=" in str(second)
+    first, *others = problem.fix.ways
+    assert "AdafactorSlots" in str(first) and not any(way.transforms or way.arguments for way in (first, *others))
 
 
 def test_a_part_of_an_optimizer_is_listed_leaf_by_leaf():

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.restoring.diagnose.explain import EXPLANATIONS, REMEDIES, asked
-from orbax_t5x.restoring.fitting import is_layer_word
+from orbax_t5x.restoring.diagnose.explain import EXPLANATIONS, REMEDIES
+from orbax_t5x.restoring.diagnose.other_shapes import is_layer_word
 from tests.support.failed_plans import unmatched_of
 from tests.support.memory_checkpoint import checkpoint
 
@@ -57,9 +57,9 @@ def assert_nothing_to_paste(source, target):
                 assert "transforms" not in way.arguments, problem
     unmatched = unmatched_of(checkpoint(source).leaves, target)
     for hypothesis in REMEDIES:
-        assert all(remedy.advice is not None for remedy in asked(hypothesis, unmatched)), hypothesis
+        assert all(remedy.advice is not None for remedy in hypothesis(unmatched)), hypothesis
     for hypothesis in EXPLANATIONS:
-        for one in asked(hypothesis, unmatched):
+        for one in hypothesis(unmatched):
             assert one.problem.fix is None or not any(way.transforms for way in one.problem.fix.ways), hypothesis
 
 

@@ -41,7 +41,7 @@ REASONS = {
             "params/head/kernel": ("name", ""),
             "params/encoder/attention/q": ("renaming", ""),
             "opt_state/0/mu/encoder/attention/q": ("optimizer", "exact"),
-            "opt_state/0/mu/head/kernel": ("optimizer", "exact"),
+            "opt_state/0/mu/head/kernel": ("name", ""),
             "step": ("name", ""),
         },
     ),

@@ -14,7 +14,6 @@ from orbax_t5x import rules
 from orbax_t5x import transforms as tr
 from orbax_t5x.optimizers import MultiOptimizer, OptaxWrapper
 from orbax_t5x.testing.transform_suite import as_numpy, run
-from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import flatten
 from tests.support.followed_networks import (
     HEADS,

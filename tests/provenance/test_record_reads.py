@@ -48,12 +48,7 @@ class Events:
 @pytest.fixture(scope="module")
 def events():
     # What decides and explains is loaded when a restore first needs it; that is no read of a checkpoint.
-    for module in (
-        "provenance.named_sources",
-        "restoring.diagnose.explain",
-        "restoring.run_steps",
-        "text.problem_lines",
-    ):
+    for module in ("restoring.diagnose.explain", "restoring.run_steps", "text.problem_lines"):
         importlib.import_module(f"orbax_t5x.{module}")
     return Events()
 
@@ -129,17 +124,7 @@ def test_the_provenance_of_a_plan_without_transforms_counts_older_steps(tmp_path
     assert plan.provenance == (UNRECORDED,)
     assert events.of(lambda: plan.provenance) == (0, 0)
     alone = make_run(tmp_path / "alone", 20)
-    (entry,) = planned(alone, 19)().provenance
-    assert entry["transforms"] is None
-
-
-@pytest.mark.slow
-def test_a_save_reads_the_newest_steps_alone(tmp_path, events):
-    run = make_run(tmp_path, 400, recorded=range(399))
-    next_step = run_steps.StepItem(str(run), "default", 400)
-    assert run_steps.newest_lineage(next_step) == (UNRECORDED,)
-    opens, lists = events.of(lambda: run_steps.newest_lineage(next_step))
-    assert (opens, lists) == (16, 1)
+    assert planned(alone, 19)().provenance == ()
 
 
 def test_a_damaged_record_counts_as_one(tmp_path):
