@@ -522,26 +522,24 @@ class Case:
         if not self._siblings(optimizer, node):
             return Expected([value], is_lost, frozenset({name}))
         # Moments may come from another label, and their count with them.
-        sources = set()
         wanted: dict[str, set[str]] = {}
         for other in slots.values():
             if other.node == slot.node and other.parameter is not None:
                 wanted.setdefault(other.parameter, set()).add(other.hidden)
-        for parameter, kinds in wanted.items():
+        counts = []
+        for below, other in slots.items():
+            if other.node != slot.node or other.parameter is None:
+                continue
             for place in (node, *self._siblings(optimizer, node)):
-                trees = {
-                    hidden for (own, hidden), tree in optimizer.hidden.items() if own == place and parameter in tree
-                }
+                trees = {own for (at, own), tree in optimizer.hidden.items() if at == place and other.parameter in tree}
                 # A node with other kinds of moments is none of its moments' nodes.
-                if trees == kinds or (place == node and trees):
-                    sources.add(place)
+                if (trees == wanted[other.parameter] or (place == node and trees)) and (
+                    (place, slot.kind) in optimizer.numbers
+                ):
+                    counts.append((tower.optimizer_prefix + below, optimizer.numbers[place, slot.kind]))
                     break
-        if sources <= {node}:
-            has_moments = bool(wanted) and bool(sources)
-            return Expected([value], is_lost or not has_moments, frozenset({name}))
-        values = [optimizer.numbers[place, slot.kind] for place in sources if (place, slot.kind) in optimizer.numbers]
-        is_one = all(_is_equal(value, values[0]) for value in values)
-        return Expected(values[:1] if is_one else [], True, frozenset({name}))
+        may_be_new = is_lost or not counts or any(not _is_equal(count, value) for _, count in counts)
+        return Expected([value], may_be_new, frozenset({name}), counts=counts)
 
     def _expected_of_another(self, tower: Tower, slots: dict[str, Slot], slot: Slot) -> Expected:
         """Another optimizer: what is of the same kind may be taken, and may be new."""
@@ -623,6 +621,9 @@ class Case:
         has_moments = any(leaf.is_moment and leaf.values and name not in filled for name, leaf in expected.items())
         for name, leaf in expected.items():
             value = state[name]
+            taken = [count for moment, count in leaf.counts if moment not in filled]
+            if taken:  # The count of the moments that came, if they have one.
+                leaf.values = taken[:1] if all(_is_equal(count, taken[0]) for count in taken) else []
             if name in filled:
                 if not _is_equal(value, fallback[name]):
                     wrong.append(f"{name}: listed as filled, and holds {_short(value)}")
