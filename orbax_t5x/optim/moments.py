@@ -62,7 +62,6 @@ class Moments:
       form: Order of kind and path in the names.
       slots: Names of the leaves by their parameters' plain names.
       inner: Directory between the kind and the paths, or empty.
-      ending: `/value`, or empty.
       is_copy: True for a copy of the parameters, such as an average, outside the optimizer.
     """
 
@@ -72,17 +71,15 @@ class Moments:
     form: Form
     slots: dict[str, str]
     inner: str = ""
-    ending: str = ""
     is_copy: bool = False
 
-    def name_for(self, parameter: str, root: str | None = None) -> str:
-        """Returns the name of the leaf for a parameter, which may be new."""
-        root = self.root if root is None else root
+    def name_for(self, parameter: str, root: str, like: str) -> str:
+        """Returns the name of the leaf for a new parameter below a root, with the ending of an old leaf."""
         path = parameter.removeprefix(f"{root}/") if root else parameter
         if self.form == "glued":
             return parameter + next(ending for ending, kind in GLUED_KINDS.items() if kind == self.kind)
         parts = (self.node, path, self.kind) if self.form == "kind last" else (self.node, self.kind, self.inner, path)
-        return "/".join(filter(None, parts)) + self.ending
+        return "/".join(filter(None, parts)) + ("/value" if like.endswith("/value") else "")
 
 
 @dataclasses.dataclass
@@ -337,8 +334,7 @@ class _Search:
         self, root: str, node: str, kind: str, form: Form, slots: Mapping[str, str], inner: str = "", **fields: Any
     ) -> None:
         named = {parameter: self.names[plain] for parameter, plain in slots.items()}
-        ending = "/value" if all(name.endswith("/value") for name in named.values()) else ""
-        self.result.moments.append(Moments(root, node, kind, form, named, inner, ending, **fields))
+        self.result.moments.append(Moments(root, node, kind, form, named, inner, **fields))
 
     def _named_in(self, plain: str, depth: int, root: str, paths: set[str]) -> str | None:
         """Returns the parameter whose path is anywhere in a name, or None."""

@@ -152,10 +152,15 @@ class _RuleComparison:
         self._new = [rule for rule in self.rest if not self._is_in(rule.entry, earlier)]
 
     def _entries(self, step: RuleStep) -> list[Entry]:
-        """Returns the entry of a rule; of `"auto"`, those that it found before."""
+        """Returns the entry of a rule; of `"auto"`, those that it found the last time."""
         if not step.is_placeholder:
             return [step.entry]
-        found = [entry for entry in self._known if "auto" in entry]
+        found: list[Entry] = []
+        for entry in reversed(self._known):
+            if "auto" in entry:
+                found.insert(0, entry)
+            elif found:
+                break
         return [{**step.entry, "digest": None}] if self._is_unrecorded and not found else found
 
     def _is_placeholder(self, rule: _Rule) -> bool:

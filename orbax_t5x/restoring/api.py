@@ -12,6 +12,7 @@ import jax
 
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
+from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import union
@@ -29,6 +30,7 @@ from orbax_t5x.transforms.patterns.table import Pattern
 _collective_restore = on_demand.function("orbax_t5x.multihost.rendezvous", "collective_operation")
 _agreement = on_demand.function("orbax_t5x.multihost.agreement", "Agreement")
 _openings_of = on_demand.function("orbax_t5x.multihost.openings", "openings_of")
+_explain_own_step = on_demand.function("orbax_t5x.restoring.unfit", "explain_own_step")  # plans that fail only
 _announce_exit = on_demand.function("orbax_t5x.multihost.heartbeat", "announce_exit")
 
 
@@ -203,7 +205,14 @@ def open_plan(
 ) -> RestorePlan:
     """Makes the plan of a restore."""
     chain = chain_of(transforms)
-    return plan_of(open_for(target, source, options, stack), target, chain, options, caller)
+    sources = open_for(target, source, options, stack)
+    if caller.kind != "own step":
+        return plan_of(sources, target, chain, options, caller)
+    inputs, decision = decided_inputs(sources, target, chain, options, caller)
+    try:
+        return build_plan(inputs, decision, proposes=caller.proposes)
+    except RestorePlanError as error:
+        raise _explain_own_step(error, target, transforms, inputs, decision) from error.__cause__
 
 
 def open_for(target: Any, source: AnySource, options: RestoreOptions, stack: contextlib.ExitStack) -> OpenSources:

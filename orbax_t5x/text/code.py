@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
@@ -25,6 +26,8 @@ def code_of(value: Any) -> str:
         return value.as_code()
     if _is_tuple(value) and not hasattr(value, "_fields"):  # tuples inside, such as rules, stay tuples
         return f"[{', '.join(repr(item) if _is_tuple(item) else code_of(item) for item in value)}]"
+    if inspect.isfunction(value) and value.__qualname__.isidentifier():
+        return value.__qualname__
     return repr(value.name if isinstance(value, np.dtype) else value)
 
 
@@ -81,7 +84,7 @@ def _outer_call(code: str) -> _Bracketed | None:
             cuts.append(at)
         if depth == 0:
             break
-    items = [code[one + 1 : other].strip() for one, other in itertools.pairwise(cuts)]
+    items = [code[begin + 1 : end].strip() for begin, end in itertools.pairwise(cuts)]
     call = _Bracketed(code[: start + 1], [item for item in items if item], code[cuts[-1] :])
     inner = _outer_call(call.items[0]) if len(call.items) == 1 else None
     if inner is None:

@@ -6,9 +6,8 @@ The text is made from the data. Another interface, such as the command line, wri
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, Literal, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from orbax_t5x.text.code import arguments_code, calls_code, code_of
 
@@ -160,18 +159,6 @@ class Fix:
         words = self.words.replace("{}", arguments_code(self.arguments))
         return words.replace("{set}", arguments_code(chosen))
 
-    def without(self, leaf: str | None) -> Hashable:
-        """Returns the data without a leaf's name.
-
-        It is equal for fixes that differ only in their own leaf's name.
-        """
-        own = () if leaf is None else (leaf, re.escape(leaf))
-        return tuple(_without_texts(way._contents(), own) for way in self.ways)
-
-    def _contents(self) -> tuple[Any, ...]:
-        words = self.words or (self.text if not self.transforms and self.rule is None else "")
-        return (words, self.scope, self.transforms, self.rule, self.removed, tuple(self.arguments.items()))
-
     def as_data(self) -> dict[str, Any]:
         """Returns the fix for JSON; transforms are the code that makes them."""
         data: dict[str, Any] = {
@@ -187,18 +174,6 @@ class Fix:
 
     def __str__(self) -> str:
         return self.text
-
-
-def _without_texts(value: Any, texts: tuple[str, ...]) -> Hashable:
-    """Returns the contents of a value in tuples, without some texts."""
-    if isinstance(value, str):
-        return None if value in texts else value
-    if isinstance(value, tuple):
-        return tuple(_without_texts(item, texts) for item in cast("tuple[Any, ...]", value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
-        return (type(value).__name__, *(_without_texts(field, texts) for field in fields))
-    return repr(value)
 
 
 def _plain_value(value: Any) -> Any:

@@ -25,9 +25,11 @@ MOST_LINES = 56
 _MOST_ENTRIES = 20
 # Messages of this length are read; longer ones are lists of names.
 _MOST_CHARACTERS = 600
-# A fix of this length stands on one line; longer code has a line for each literal.
+# A fix of this length is repeated, and one of this on one line; longer code has a line for each literal.
+_SHORT_FIX = 100
 _LONGEST_FIX = 300
-_CODE_INDENT = "    "
+_AS_ABOVE = "as above"
+_CODE_INDENT = "  "
 _CODE = re.compile(r"(?:transforms|fallback_for)=\[")
 # A notebook scrolls.
 _MOST_HTML_ITEMS = 40
@@ -35,23 +37,14 @@ _MOST_HTML_ITEMS = 40
 
 @dataclasses.dataclass(slots=True)
 class ProblemGroup:
-    """Problems with a common kind and message, and folded leaves.
-
-    The fix may be only the `first` problem's.
-    """
+    """Problems with a common kind, message and fix, and folded leaves."""
 
     first: Problem
     kind: str
     message: str
     fix: str
-    fix_names_leaf: bool
     leaves: list[Folded]
     count: int
-
-    @property
-    def fix_heading(self) -> str:
-        """The words before the fix."""
-        return "Fix, for the first" if self.fix_names_leaf and self.count > 1 else "Fix"
 
     def sentence(self, most_characters: int | None) -> str:
         """Returns the message after the leaf or the number of leaves."""
@@ -59,14 +52,18 @@ class ProblemGroup:
         where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
         return with_full_stop(where + _cut_text(self.message, most_characters))
 
-    def lines(self, width: int | None, most_leaves: int, most_characters: int | None) -> list[str]:
-        """Returns the message and the fix."""
+    def lines(
+        self, width: int | None, most_leaves: int, most_characters: int | None, shown_fixes: set[str]
+    ) -> list[str]:
+        """Returns the message and the fix; a long one only once, of which `shown_fixes` takes note."""
         labels = [plain(row.label) for row in self.leaves]
         text = f"[{self.kind}] {self.sentence(most_characters)}"
         first, *others = map(plain, text.splitlines())
         lines = wrapped(first, width, rest="  ")
         lines += [line for other in others for line in wrapped(other, width, "  ", "  ")]
-        lines += _fix_lines(f"{self.fix_heading}: {plain(self.fix)}", width) if self.fix else []
+        fix = _AS_ABOVE if self.fix in shown_fixes else self.fix
+        lines += _fix_lines(f"Fix: {plain(fix)}", width) if fix else []
+        shown_fixes.update([self.fix] if len(self.fix) > _SHORT_FIX else [])
         if len(labels) > 1:
             lines += [f"    {label}" for label in labels[:most_leaves]]
             left = sum(len(row.members) for row in self.leaves[most_leaves:])
@@ -89,10 +86,10 @@ def problem_lines(
     most_characters = None if len(problems) == 1 else _MOST_CHARACTERS
     lines: list[str] = []
     for most_entries, most_leaves in ((max(3, _MOST_ENTRIES // max(1, len(entries_of))), 6), (3, 3), (1, 1), (1, 0)):
-        lines = []
+        lines, shown_fixes = [], set[str]()
         for kind, entries in entries_of.items():
             for entry in entries[:most_entries]:
-                lines += entry.lines(width, most_leaves, most_characters)
+                lines += entry.lines(width, most_leaves, most_characters, shown_fixes)
             if left := sum(entry.count for entry in entries[most_entries:]):
                 lines.append(f"… and {counted(left, 'problem')} more of kind [{kind}]: see {all_in}")
         if len(lines) < MOST_LINES:
@@ -112,13 +109,11 @@ def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] =
         first = problems[row.members[0]]
         fix = first.fix
         _, message, source = row.texts
-        shared = None if fix is None else fix.without(first.leaf)
-        entry = entries.get((first.kind, message, shared))
+        entry = entries.get((first.kind, message, fix))
         if entry is None:
-            names_leaf = fix is not None and shared != fix.without(None)
             text = "" if fix is None else fix_text(fix)
-            entry = ProblemGroup(first, first.kind, message + source, text, names_leaf, [], 0)
-            entries[first.kind, message, shared] = entry
+            entry = ProblemGroup(first, first.kind, message + source, text, [], 0)
+            entries[first.kind, message, fix] = entry
         elif entry.message != message + source:
             entry.message = message
         entry.count += len(row.members)
@@ -142,7 +137,7 @@ def _with_short_code(lines: list[str]) -> list[str]:
     """Joins the lines of each code again."""
     joined: list[str] = []
     for line in lines:
-        if joined and _is_code(joined[-1]) and (line.startswith(_CODE_INDENT) or line.lstrip()[:1] in tuple("])}")):
+        if joined and _is_code(joined[-1]):
             joined[-1] += line.lstrip()
         else:
             joined.append(line)
@@ -181,9 +176,9 @@ def _group_html(group: ProblemGroup, most_characters: int | None) -> Iterator[st
         return
     codes = [code for code in map(_code_of, fix.ways) if code]
     if len(codes) < len(fix.ways) or any(way.words or way.rule or way.removed for way in fix.ways):
-        yield html_paragraph(masked(f"{group.fix_heading}: {group.fix}"))
+        yield html_paragraph(masked(f"Fix: {group.fix}"))
     else:
-        yield html_paragraph(f"{group.fix_heading}: add to the call{', one of these' if len(codes) > 1 else ''}")
+        yield html_paragraph(f"Fix: add to the call{', one of these' if len(codes) > 1 else ''}")
     yield from (html_code(masked(code)) for code in codes)
 
 

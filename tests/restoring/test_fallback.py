@@ -290,7 +290,6 @@ def test_a_leaf_of_another_shape_that_nobody_named_is_a_problem(named):
     with pytest.raises(ot.RestorePlanError) as caught:
         ot.plan_restore(source, head_target(7), fallback=lambda: head_target(7), fallback_for=named)
     assert [problem.kind for problem in caught.value.problems] == ["shape", "shape"]
-    assert all("Pad(" in str(problem.fix) for problem in caught.value.problems)
 
 
 def test_moments_of_a_new_parameter_are_to_be_named_too():

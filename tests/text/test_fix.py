@@ -46,10 +46,14 @@ def test_a_call_with_other_keywords_gets_the_same_fix_in_its_words():
     assert ways.ways[0].text == "give fallback= values"
 
 
-def test_without_its_leaf_a_fix_is_that_of_another_leaf():
-    one, other = (Fix.adding(ot.transforms.Cast(name, "float32")) for name in ("a", "b"))
-    assert one != other and one.without("a") == other.without("b") != one.without("b")
-    assert one.without("a") != Fix.adding(ot.transforms.Cast("b", "int32")).without("b")
+def test_advice_has_the_words_of_the_data_and_the_keyword_of_the_call():
+    """No program follows it."""
+    fix = Fix.setting("if new, give {fallback} values and pass {set}", fallback=..., fallback_for=["a"])
+    advice = fix.in_words()
+    assert advice.text == fix.text == "if new, give fallback= values and pass fallback_for=['a']"
+    assert dict(fix.arguments) == {"fallback": ..., "fallback_for": ["a"]} and not advice.arguments
+    for one in (fix, advice):
+        assert "give init_fn= values" in one.with_keywords({"fallback": "init_fn"}).text
 
 
 def test_json_has_the_data_of_each_way():

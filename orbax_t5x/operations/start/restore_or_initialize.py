@@ -40,7 +40,7 @@ from orbax_t5x.handlers.v1.contexts import handler_of
 from orbax_t5x.handlers.v1.orbax_v1_names import context_of, manager_of
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.operations.start.advice import UnfitStep, damage_of, explain_unfit_source, with_init_fn
+from orbax_t5x.operations.start.advice import damage_of, with_init_fn
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import Lineage, Records, union
 from orbax_t5x.provenance.steps import steps_of
@@ -53,6 +53,7 @@ from orbax_t5x.restoring.options import BroadcastMode, ExecuteKeywords, RestoreO
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, asks_for_rules, chain_of, unopened_chain
+from orbax_t5x.restoring.unfit import UnfitStep, explain_unfit_source
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import with_full_stop
 from orbax_t5x.transforms.patterns.table import Pattern
@@ -408,13 +409,14 @@ class _JobStart:
     def _unfit(self, step: int, inputs: PlanInputs, decision: Decision, records: Records) -> UnfitStep:
         directory = step_directory(self._manager, step)
         return UnfitStep(
-            step,
+            f"step {step} of the run",
             target=self._target,
             given=self._transforms,
             inputs=inputs,
             decision=decision,
             is_foreign=all(record is None for record in records.values()),
-            has_init_fn=self._options.fallback is not None,
+            has_values=self._options.fallback is not None,
+            keyword="init_fn",
             items=() if self._item_in(directory) else item_names(os.fspath(directory)),
         )
 

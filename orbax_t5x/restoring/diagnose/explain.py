@@ -22,7 +22,8 @@ from orbax_t5x.restoring.diagnose.other_shapes import other_shapes
 from orbax_t5x.restoring.diagnose.unexplained import no_value, tied_logits, unexplained, unread_scales
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.planner import PlanInputs
-from orbax_t5x.restoring.sources import FoundRules, OneSource
+from orbax_t5x.restoring.sources import AUTO, FoundRules
+from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import AssignmentMap
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -152,14 +153,21 @@ def _problems_after(remedy: Remedy, after: Matcher, before: Matcher, inputs: Pla
 
 def _fix_of_remedy(remedy: Remedy, inputs: PlanInputs) -> Fix:
     if remedy.advice is not None:
-        return Fix(remedy.advice)
+        return Fix.setting(remedy.advice, transforms=AUTO) if "{}" in remedy.advice else Fix(remedy.advice)
     if remedy.item:
         return Fix.setting("pass {}", item=remedy.item)
     if remedy.is_instead:
-        return Fix.setting("pass {}", transforms=remedy.transforms)
+        return _instead(remedy.transforms, inputs)
     if remedy.is_first:
-        return Fix.setting("pass {}", transforms=(*remedy.transforms, *inputs.transforms))
+        return _instead((*remedy.transforms, *inputs.transforms), inputs)
     return _adding(remedy.transforms, inputs)
+
+
+def _instead(transforms: Sequence[Any], inputs: PlanInputs) -> Fix:
+    """Returns the fix that replaces the transforms of the call; a source's own would be applied twice."""
+    if not inputs.sources.chain:
+        return Fix.setting("pass {}", transforms=tuple(transforms))
+    return Fix.in_program(f"pass the source without transforms, and transforms=[{calls_code(transforms)}]")
 
 
 def _adding(transforms: Sequence[Any], inputs: PlanInputs, way: Fix = _NOTHING_MORE) -> Fix:
@@ -167,10 +175,11 @@ def _adding(transforms: Sequence[Any], inputs: PlanInputs, way: Fix = _NOTHING_M
 
     To what `"auto"` found the transforms are written out.
     """
-    if any(isinstance(transform, FoundRules) for transform in inputs.given):
-        return Fix.setting("pass {}", transforms=(*inputs.transforms, *transforms), **way.arguments)
-    has_others = any(not isinstance(transform, OneSource) for transform in inputs.given)
-    fix = Fix.adding(*transforms, to_others=has_others)
+    given = inputs.given[len(inputs.sources.chain) :]
+    if any(isinstance(transform, FoundRules) for transform in given):
+        fix = _instead((*inputs.transforms, *transforms), inputs)
+        return fix.also_setting("pass {}", **fix.arguments, **way.arguments) if fix.arguments else fix
+    fix = Fix.adding(*transforms, to_others=bool(given))
     return fix.also_setting(way.words, **way.arguments) if way.arguments else fix
 
 

@@ -99,8 +99,9 @@ class UnmatchedLeaves:
 class Remedy(NamedTuple):
     """Transforms that may fill most missing leaves, with a `reason`.
 
-    `advice` is the fix in words, where the names do not show that the transforms are right. With `is_first` they run
-    before those of the call, with `is_instead` these do not run. `item` is what has the same effect as the transforms.
+    `advice` is the fix in words, where the names do not show that the transforms are right; `{}` in it is for `"auto"`.
+    With `is_first` they run before those of the call, with `is_instead` these do not run. `item` is what has the same
+    effect as the transforms.
     """
 
     transforms: tuple[Any, ...]

@@ -82,14 +82,14 @@ def other_prefix(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
 
 def _by_ending(leaves: Mapping[str, Any]) -> dict[Hashable, list[str]]:
     """Maps each ending of a name, with the leaf's shape, to the names that have it."""
-    found: dict[Hashable, list[str]] = {}
+    names: dict[Hashable, list[str]] = {}
     for name, leaf in leaves.items():
         if may_be_moment(name):
             continue
         parts, shape = name.removesuffix("/value").split("/"), tuple(leaf.shape)
         for at in range(len(parts)):
-            found.setdefault(("/".join(parts[at:]), shape), []).append(name)
-    return found
+            names.setdefault(("/".join(parts[at:]), shape), []).append(name)
+    return names
 
 
 def _model_names(unmatched: UnmatchedLeaves) -> list[str]:
@@ -162,11 +162,11 @@ def _is_one_to_one(pairs: list[Pair]) -> bool:
 
 def _by_masked(leaves: Mapping[str, Any]) -> dict[Hashable, list[str]]:
     """Maps names with one or two parts masked, and the leaf's shape, to the names."""
-    found: dict[Hashable, list[str]] = {}
+    names: dict[Hashable, list[str]] = {}
     for name, leaf in leaves.items():
         for masked in () if may_be_moment(name) else _masked(name):
-            found.setdefault((masked, tuple(leaf.shape)), []).append(name)
-    return found
+            names.setdefault((masked, tuple(leaf.shape)), []).append(name)
+    return names
 
 
 def _masked(name: str) -> Iterator[tuple[str, ...]]:
@@ -179,16 +179,16 @@ def _masked(name: str) -> Iterator[tuple[str, ...]]:
 
 def _differing_parts(theirs: str, ours: str) -> tuple[Pair, ...]:
     """Returns the parts in which names differ; nothing if they cannot be one name."""
-    found: list[Pair] = []
-    for pair in zip(theirs.removesuffix("/value").split("/"), ours.split("/"), strict=True):
+    pairs: list[Pair] = []
+    for pair in zip(*(name.removesuffix("/value").split("/") for name in (theirs, ours)), strict=True):
         old, new = (list(map(int, re.findall(r"\d+", part))) for part in pair)
         if pair[0] == pair[1]:
             continue
         if not KINDS.isdisjoint(pair) or _NUMBER in "".join(pair) or (old and new and old != new):
             return ()
         is_numbered = old == new and len(old) == 1
-        found.append((re.sub(r"\d+", _NUMBER, pair[0]), re.sub(r"\d+", _NUMBER, pair[1])) if is_numbered else pair)
-    return tuple(found)
+        pairs.append((re.sub(r"\d+", _NUMBER, pair[0]), re.sub(r"\d+", _NUMBER, pair[1])) if is_numbered else pair)
+    return tuple(pairs)
 
 
 def _rule(old: str, new: str) -> Pair:

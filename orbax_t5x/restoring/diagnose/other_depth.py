@@ -118,13 +118,13 @@ def _numbered_towers(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, _Change]
 
 def _layers(shapes: Shapes) -> Mapping[str, dict[int, dict[str, tuple[int, ...]]]]:
     """Maps the text before a layer's number, the number, and the text after it to shapes."""
-    found: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
+    layers: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
     for name, shape in shapes.items():
         for match in _NUMBER.finditer(name) if not may_be_moment(name) else ():
             before = name[: match.start()]
             if is_layer_word(_CUT.split(before.rstrip("/._"))[-1]):
-                found.setdefault(before, {}).setdefault(int(match[0]), {})[name[match.end() :]] = shape
-    return found
+                layers.setdefault(before, {}).setdefault(int(match[0]), {})[name[match.end() :]] = shape
+    return layers
 
 
 def _stacked_towers(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, _Change]]:
@@ -135,9 +135,10 @@ def _stacked_towers(unmatched: UnmatchedLeaves) -> Iterator[tuple[str, _Change]]
         if container is not None:
             value = unmatched.arrays.get(name) if name in unmatched.clashes else None
             changes[container].append(None if value is None else _change_between(value.shape, leaf.shape))
-    for container, found in changes.items():
-        if len(found) > 1 and len(set(found)) == 1 and found[0] is not None:
-            yield container, found[0]
+    for container, of_leaves in changes.items():
+        (change, *others) = of_leaves
+        if change is not None and others and set(others) == {change}:
+            yield container, change
 
 
 def _change_between(shape: Sequence[int], wanted: Sequence[int]) -> _Change | None:

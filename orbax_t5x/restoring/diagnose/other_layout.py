@@ -15,7 +15,7 @@ from orbax_t5x.transforms import Transform
 _MESH_TF = "the checkpoint's names are Mesh TensorFlow's"
 # Leaves of a model that is aligned; fewer are explained one by one.
 _LEAST_ALIGNED = 8
-_LET_AUTO_FIND = 'if the two are one model, pass transforms="auto" (on the command line: --rules auto)'
+_LET_AUTO_FIND = "if the two are one model, pass {}"
 _find_layout = on_demand.function("orbax_t5x.rules.layouts", "find_layout")
 _find_rules = on_demand.function("orbax_t5x.rules.finding", "find_rules")
 _find_pack = on_demand.function("orbax_t5x.rules.inference", "find_pack")
@@ -32,9 +32,9 @@ def needless_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
 
 def unfollowed_rules(unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
     """Proposes that the optimizer follows rules that renamed its parameters."""
-    if not any(map(is_in_optimizer, unmatched.unfilled)):
-        return
     chain = list(unmatched.transforms)
+    if not any(map(is_in_optimizer, unmatched.unfilled)) or any(isinstance(rule, OneSource) for rule in chain):
+        return
     followed = [transforms.FollowOptimizer(rule) if _may_follow(rule) else rule for rule in chain]
     if followed != chain:
         reason = "the rules of the call name parameters, and the optimizer's leaves do not follow them"

@@ -7,6 +7,7 @@ other shape is the user's to explain.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from orbax_t5x.transforms import FALLBACK, Pad, Slice
 from orbax_t5x.trees.subtrees import exact_patterns
 
 _TABLE = re.compile(r"(?i).*(?:emb|vocab|wte|shared|lm_head|token).*")
-# Names that may be a vocabulary's, or classes'.
-_LOGITS = re.compile(r"(?i).*logits.*")
+# Leaves beside tables that a vocabulary concerns, such as a bias, and modules that may be new at once.
+_MOST_BESIDE = 2
+_MOST_NEW = 3
 _AS_STORED = Fix.by_target("give the target the checkpoint's shape")
 _OTHER_DEPTH = Fix("build the model with the checkpoint's number of layers, if that is the dimension that differs")
 _UNKNOWN = Fix(
@@ -61,16 +63,13 @@ def other_shapes(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         for name, problem in unmatched.clashes.items()
         if problem.fix is None and (value := unmatched.arrays.get(name)) is not None
     }
-    vocabularies = {sizes for name, pair in shapes.items() if is_table(name) and (sizes := changed_sizes(*pair))}
-    tables, others = [], []
-    for name, pair in shapes.items():
-        is_vocabulary = is_table(name) or (
-            (_LOGITS.fullmatch(name) or may_be_moment(name)) and (changed_sizes(*pair) in vocabularies)
-        )
-        (tables if is_vocabulary and changed_sizes(*pair) else others).append(name)
+    vocabularies = _vocabularies(shapes)
+    tables = [name for name, pair in shapes.items() if changed_sizes(*pair) in vocabularies]
+    others = [name for name in shapes if name not in tables]
     new = _fix_of_new(others, shapes, unmatched)
-    for name, pair in shapes.items():
-        ways = _ways_of_table(name, *pair) if name in tables else new
+    for name in shapes:
+        table = _parameter_of(name, tables)
+        ways = _ways_of_table(table, *shapes[table]) if name in tables else new
         if unmatched.target.leaves[name].kind == "key":
             ways = ()
         if stacked_part(name) is not None:
@@ -81,6 +80,22 @@ def other_shapes(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         is_answered = any(map(_is_data, ways))
         fix = Fix.any_of(*ways, _AS_STORED) if is_answered else Fix.any_of(_AS_STORED, *ways)
         yield Explanation(Problem(problem.kind, name, problem.message, fix, problem.source), (name,))
+
+
+def _parameter_of(name: str, tables: Sequence[str]) -> str:
+    """Returns the table whose moment a leaf is, which follows it; or the leaf."""
+    if not may_be_moment(name):
+        return name
+    parameters = [table for table in tables if not may_be_moment(table)]
+    below_root = {table: table.partition("/")[2] or table for table in parameters}
+    return next((table for table, part in below_root.items() if f"/{part}/" in f"/{name}/"), name)
+
+
+def _vocabularies(shapes: Mapping[str, Any]) -> set[tuple[int, int] | None]:
+    """Returns old and new sizes of vocabularies: those of tables, unless layers have them, too."""
+    sizes = {name: changed_sizes(*pair) for name, pair in shapes.items()}
+    counts = collections.Counter(sizes[name] for name in shapes if not is_table(name) and not may_be_moment(name))
+    return {sizes[name] for name in shapes if is_table(name) and counts[sizes[name]] <= _MOST_BESIDE} - {None}
 
 
 def _is_data(way: Fix) -> bool:
@@ -112,4 +127,6 @@ def _fix_of_new(names: list[str], shapes: Mapping[str, Any], unmatched: Unmatche
     if not names or not has_others:
         return (_UNKNOWN,)
     fix = fill_new(exact_patterns(names, list(unmatched.target.leaves)), unmatched, "if this is new, such as a head")
-    return (fix,) if is_head else (fix.in_words(), _UNKNOWN)
+    if is_head:
+        return (fix,)
+    return (fix.in_words(), _UNKNOWN) if len(modules) <= _MOST_NEW else (_UNKNOWN,)

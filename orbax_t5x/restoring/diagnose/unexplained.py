@@ -33,7 +33,7 @@ _LOOKUPS = 20
 _SHOWN_LEFTOVERS = 5
 _BARRED = "; no pattern of fallback_for lets the fallback fill it"
 
-_RENAME = Fix("give what the checkpoint has of it this name by a rule of ot.transforms.Rename")
+_RENAME = Fix("if the checkpoint has it under another name, add a rule of Rename")
 _LEAVE_OUT = Fix.by_target("put ... in the target to leave it out")
 # More patterns than these are no list that somebody checks.
 _MOST_PATTERNS = 8
@@ -74,13 +74,14 @@ def leave_unread(unmatched: UnmatchedLeaves) -> Fix:
 
 def no_value(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
     """Explains leaves that the checkpoint knows and has no value of."""
-    for leaf in unmatched.missing:
-        give = fill_new([re.escape(leaf.name)], unmatched, "if it is to be new")
-        if leaf.is_none:
-            fix = Fix.any_of(Fix.by_target("put None in the target there"), give.in_words())
-            yield Explanation(Problem("missing", leaf.name, _NONE, fix), (leaf.name,))
-        elif leaf.is_reset:
-            yield Explanation(Problem("missing", leaf.name, _RESET, Fix.any_of(give, _LEAVE_OUT)), (leaf.name,))
+    known = [leaf for leaf in unmatched.missing if leaf.is_none or leaf.is_reset]
+    patterns = exact_patterns([leaf.name for leaf in known], list(unmatched.target.leaves))
+    give = fill_new(patterns, unmatched, "if they are to be new")
+    for leaf in known:
+        fix = Fix.any_of(Fix.by_target("put None in the target there"), give.in_words())
+        if leaf.is_reset:
+            fix = Fix.any_of(give, _LEAVE_OUT)
+        yield Explanation(Problem("missing", leaf.name, _NONE if leaf.is_none else _RESET, fix), (leaf.name,))
 
 
 def unexplained(unmatched: UnmatchedLeaves) -> Iterator[Explanation]:

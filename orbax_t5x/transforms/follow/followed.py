@@ -106,7 +106,7 @@ class FollowedState:
             own = _made_of(leaves, {parameter for moments in group for parameter in moments.slots})
             root = _new_root(group[0].root, own)
             for moments in group:
-                slots.update((moments.name_for(leaf.plain, root), leaf.plain) for leaf in _made_of(own, moments.slots))
+                slots.update((_name_of(leaf, moments, root), leaf.plain) for leaf in _made_of(own, moments.slots))
         return slots
 
     def _leaves(self, state: FlatState) -> list[_NewLeaf]:
@@ -209,9 +209,9 @@ class FollowedState:
                 # Each of several parameters made of one gets only a part of the gradient.
                 slots.approximate.update(slots.views)
             for moments in group:
-                if moments.kind in kinds:
-                    name = moments.name_for(leaf.plain, root)
-                    origin = next((moments.slots[old] for old in leaf.parameters if old in moments.slots), name)
+                if kinds[moments.kind]:
+                    origin = _origin(leaf, moments)
+                    name = _name_of(leaf, moments, root)
                     self._record(moments.kind, name, origin, leaf, slots, result, diagnostics)
                     new[id(moments)].slots[leaf.plain] = name
         return list(new.values())
@@ -257,6 +257,17 @@ class FollowedState:
 def _made_of(leaves: Iterable[_NewLeaf], parameters: Collection[str]) -> list[_NewLeaf]:
     """Returns the leaves that are made of some parameters."""
     return [leaf for leaf in leaves if any(name in parameters for name in leaf.parameters)]
+
+
+def _origin(leaf: _NewLeaf, moments: Moments) -> str:
+    """Returns the first slot that the slot of a leaf is made of."""
+    return next(moments.slots[parameter] for parameter in leaf.parameters if parameter in moments.slots)
+
+
+def _name_of(leaf: _NewLeaf, moments: Moments, root: str) -> str:
+    """Returns the name of a leaf's slot."""
+    origin = _origin(leaf, moments)
+    return origin if _is_unchanged(leaf.name, leaf.view) else moments.name_for(leaf.plain, root, origin)
 
 
 def _is_unchanged(name: str, value: Any) -> bool:

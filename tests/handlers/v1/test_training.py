@@ -244,8 +244,8 @@ def test_a_run_that_was_initialised_is_not_transformed_again(tmp_path):
     assert load(root, 1, [OTHER], is_resuming=True) == {"x": 2.0, "y": 1.0, "z": 3.0}
     # The answer is remembered with the next save, and a new process asks no second time.
     with ot.v1.context(), ocp.training.Checkpointer(root) as checkpointer:
-        checkpointer.load(1, ot.v1.AbstractTrainState(STATE, [OTHER], is_resuming=True))
-        checkpointer.save(2, plan.execute())
+        state = checkpointer.load(1, ot.v1.AbstractTrainState(STATE, [OTHER], is_resuming=True))
+        checkpointer.save(2, state)
     assert load(root, 2, [OTHER]) == {"x": 2.0, "y": 1.0, "z": 3.0}
 
 

@@ -218,3 +218,18 @@ def test_named_sources_go_on_each_with_its_list(models, tmp_path):
         for _ in range(3):
             sources = {"a": ot.Source(BUNDLE, ["auto", *RENAMED]), "b": auto}
             assert_same(start(tmp_path / root, second, sources), values_of(second))
+
+
+@pytest.mark.parametrize("given", ["auto", ()])
+def test_a_handlers_error_names_the_rules_in_place_of_auto(models, tmp_path, given):
+    """There "auto" stands for what began the run: to pass it would change nothing."""
+    first = Job(tmp_path, models.first)
+    saved = first.start(BUNDLE, "auto")
+    ffn = {name.replace("/mlp/", "/ffn/"): leaf for name, leaf in flatten(models.first).items()}
+    job = Job(tmp_path, unflatten(ffn))
+    with pytest.raises(ot.RestorePlanError) as caught:
+        job.restore(given)
+    problem = caught.value.problems[0]
+    assert problem.message.startswith("the run's step does not fit the target: ")
+    rules = problem.fix.transforms or problem.fix.arguments["transforms"]
+    assert_same(job.restore(rules), {name.replace("/mlp/", "/ffn/"): value for name, value in saved.items()})

@@ -367,7 +367,7 @@ def smaller_vocabulary():
 
 @mistake
 def larger_vocabulary_in_a_train_state():
-    return simple(STATE, target_state(model(vocab=15)), STATE)
+    return simple(STATE, target_state(model(vocab=15)), STATE, is_cured=None)
 
 
 @mistake
@@ -508,6 +508,27 @@ def another_optimizer_with_a_fallback():
     return simple(
         STATE, target, below("params/", MODEL), is_cured=None, fallback=fallback_of(target), fallback_for=["x"]
     )
+
+
+@mistake
+def rules_of_a_source_without_the_optimizer():
+    """What replaces a source's rules would be applied beside them."""
+    source = ot.Source(checkpoint(STATE), [rename_mlp])
+    target = target_state(renamed(MODEL, mlp="ffn"))
+    return Mistake(Call(source, target), moved(STATE, "/mlp/", "/ffn/"), is_cured=False)
+
+
+@mistake
+def larger_vocabulary_behind_a_source_with_auto():
+    source = ot.Source(checkpoint(below("params/", MODEL)), "auto")
+    return Mistake(Call(source, empty(model(vocab=15))), MODEL, is_cured=False)
+
+
+@mistake
+def larger_vocabulary_with_auto_in_a_list():
+    new = renamed(model(vocab=15), mlp="ffn")
+    rules = ["auto", T.Rename([("(.*)/mlp/(.*)", r"\1/ffn/\2")])]
+    return simple(below("params/", MODEL), new, renamed(MODEL, mlp="ffn"), rules, is_cured=None)
 
 
 @mistake

@@ -11,5 +11,5 @@ def test_none_on_disk_says_what_it_means():
     source = checkpoint({"a": np.ones(2, np.float32)}, empties={"m": None})
     (problem,) = problems_of(source, {"a": np.ones(2, np.float32), "m": np.ones(2, np.float32)})
     assert problem.leaf == "m" and "has None there" in problem.message and "closest" not in problem.message
-    assert str(problem.fix).startswith("put None in the target there, or if it is to be new, give fallback= values")
+    assert str(problem.fix).startswith("put None in the target there, or if they are to be new, give fallback= values")
     assert ot.restore(source, {"a": np.ones(2, np.float32), "m": None})["m"] is None

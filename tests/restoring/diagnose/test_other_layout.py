@@ -165,7 +165,7 @@ def test_a_forgotten_pack_is_one_problem_for_a_model_of_other_words(end):
             plain = {f"target/{name}": value for name, value in flatten(translated).items()}
         target = {name.replace("layers_", "layers/") + end: np.zeros_like(value) for name, value in plain.items()}
         first, *_ = problems_of(source, unflatten(target))
-        assert any(text in str(first.fix) for text in ("Translate()", 'transforms="auto"'))
+        assert any(text in str(first.fix) for text in ("Translate()", "transforms='auto'"))
         plan = ot.plan_restore(source, unflatten(target), "auto")
         assert pack.replace("Translate", "mesh_tf_to_t5x") in repr(plan.found_rules)
         found = flatten(plan.execute())

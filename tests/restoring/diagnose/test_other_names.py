@@ -22,7 +22,7 @@ def test_a_model_of_other_names_is_one_problem():
     target = unflatten(renamed(WORDS))
     (problem,) = problems_of(checkpoint(PLAIN), target)
     assert problem.kind == "missing" and problem.leaf is None and "each one reading" in problem.message
-    assert 'pass transforms="auto" (' in str(problem.fix) and not problem.fix.transforms
+    assert dict(problem.fix.arguments) == {"transforms": "auto"} and not problem.fix.transforms
     plan = ot.plan_restore(checkpoint(PLAIN), target, "auto")
     assert all(np.array_equal(plan_leaf, wanted) for plan_leaf, wanted in pairs(plan.execute(), renamed(WORDS)))
     text = str(plan)
