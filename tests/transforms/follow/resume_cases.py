@@ -716,13 +716,15 @@ class Case:
                         values[name] = slot.view(array)
                     elif hidden == WHOLE:
                         values[name] = None
+                    elif all(slot.is_placeholder for slot in old):
+                        values[name] = np.zeros(1, np.float32)
                     else:
                         values[name] = array.sum() if old[0].shape == () else array
         return values, groups
 
     def _was_factored(self, tower: Tower, node: Path, parameter: str) -> bool:
         """Returns True if a slot of the checkpoint's parameters that this one is made of was factored."""
-        origins = tower.origins.get(parameter, frozenset())
+        origins = tower.origins.get(parameter, frozenset({parameter}))
         slots = tower.optimizer.slots.values()
         return any(slot.averaged is not None for slot in slots if slot.node == node and slot.parameter in origins)
 
