@@ -618,7 +618,6 @@ class Case:
         filled = set(plan.filled)
         marked = {entry.name for entry in plan.entries if entry.fidelity == "approximate"}
         groups = {expected[name].group for name in marked}
-        has_moments = any(leaf.is_moment and leaf.values and name not in filled for name, leaf in expected.items())
         for name, leaf in expected.items():
             value = state[name]
             taken = [count for moment, count in leaf.counts if moment not in filled]
@@ -641,7 +640,7 @@ class Case:
                     wrong.append(text)
         if wrong:
             return Outcome("wrong", self.facts, wrong)
-        if any(expected[name].is_moment for name in named) and has_moments and not plan.warnings:
+        if any(expected[name].is_moment for name in named) and not plan.warnings:
             return Outcome("wrong", self.facts, [f"{name}: new without a warning" for name in named])
         if approximate or unknowable:
             return Outcome("approximate" if approximate else "unknowable", self.facts, approximate or unknowable)
