@@ -7,7 +7,7 @@ what a moment is. The ending `/value`, which Orbax gives variables of Flax NNX, 
 is never also a directory.
 
 What is not understood is never moved by its name: an array of an optimizer that repeats a parameter's name in an
-unknown form is listed in `OptimizerState.unknown`, and parameters that could be either of several trees in `unclear`.
+unknown form is listed in `OptimizerStructure.unknown`, and parameters that could be either of several trees in `unclear`.
 The cost is linear in the leaves, since endings that many leaves share are not compared.
 """
 
@@ -22,8 +22,8 @@ from typing import Any, Literal
 import numpy as np
 
 from orbax_t5x.optim.optimizer_names import (
-    GLUED_KINDS,
     KINDS,
+    SLOT_MAP,
     glued_parameter,
     has_copy_word,
     is_container,
@@ -77,13 +77,13 @@ class Moments:
         """Returns the name of the leaf for a new parameter below a root, with the ending of an old leaf."""
         path = parameter.removeprefix(f"{root}/") if root else parameter
         if self.form == "glued":
-            return parameter + next(ending for ending, kind in GLUED_KINDS.items() if kind == self.kind)
+            return parameter + next(ending for ending, kind in SLOT_MAP.items() if kind == self.kind)
         parts = (self.node, path, self.kind) if self.form == "kind last" else (self.node, self.kind, self.inner, path)
         return "/".join(filter(None, parts)) + ("/value" if like.endswith("/value") else "")
 
 
 @dataclasses.dataclass
-class OptimizerState:
+class OptimizerStructure:
     """Moments among leaves, and the other leaves of their optimizers.
 
     Attributes:
@@ -119,7 +119,7 @@ def is_below(name: str, directory: str) -> bool:
     return not directory or name == directory or name.startswith(f"{directory}/")
 
 
-def find_optimizer(leaves: Mapping[str, Any], roots: Iterable[tuple[str, str]] | None = None) -> OptimizerState:
+def find_optimizer(leaves: Mapping[str, Any], roots: Iterable[tuple[str, str]] | None = None) -> OptimizerStructure:
     """Finds the moments of optimizers among leaves.
 
     Args:
@@ -127,7 +127,7 @@ def find_optimizer(leaves: Mapping[str, Any], roots: Iterable[tuple[str, str]] |
       roots: Pairs (root of the parameters, directory of their optimizer's state); None finds them.
     """
     if roots is None and not any(map(may_tell_optimizer, leaves)):
-        return OptimizerState()
+        return OptimizerStructure()
     search = _Search(leaves)
     if roots is None:
         pairs = search.pairs()
@@ -151,7 +151,7 @@ class _Search:
     """
 
     def __init__(self, leaves: Mapping[str, Any]):
-        self.result = OptimizerState()
+        self.result = OptimizerStructure()
         # A field may be called `value`, too.
         siblings = collections.Counter(name.rpartition("/")[0] for name in leaves)
         plains = {name: plain_name(name) if siblings[name[: -len("/value")]] == 1 else name for name in leaves}
@@ -201,9 +201,11 @@ class _Search:
 
     def _is_told(self, directory: str, root: str, votes: Mapping[tuple[str, str], set[str]]) -> bool:
         """Returns True if more than a kind's name says that a directory is a moment."""
+        node, _, kind = directory.rpartition("/")
+        if kind not in KINDS and kind != _INNER_ROOT and not KINDS.isdisjoint(node.split("/")):
+            return False  # a part of a moment whose parameters are called otherwise
         if any(map(is_container, directory.split("/"))):
             return True
-        node, _, kind = directory.rpartition("/")
         if has_copy_word(kind) and not node.rpartition("/")[2].isdecimal():
             return False
         siblings = {
@@ -385,7 +387,7 @@ class _Search:
         by_kind: dict[str, dict[str, str]] = collections.defaultdict(dict)
         for plain in self.names:
             if "_slot_" in plain and (parameter := glued_parameter(plain)) in self.names:
-                by_kind[GLUED_KINDS[plain[len(parameter) :]]][parameter] = plain
+                by_kind[SLOT_MAP[plain[len(parameter) :]]][parameter] = plain
         for kind, slots in by_kind.items():
             self._append("", "", kind, "glued", slots)
 
