@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -110,6 +111,16 @@ class OptimizerStructure:
             for parameter, slot in moments.slots.items()
         }
 
+    def add_box(self, box: str, leaves: Iterable[str]) -> None:
+        """Adds an optimizer without moments; a box inside or around a known one is left out."""
+        if any(is_below(box, known) or is_below(known, box) for known in self.boxes):
+            return
+        inside = [name for name in leaves if is_below(plain_name(name), box)]
+        self.boxes += [box] if inside else []
+        for name in inside:
+            directory, _, field = plain_name(name).rpartition("/")
+            self.fields.setdefault(directory, {})[field] = name
+
     def has(self, name: str) -> bool:
         """Returns True if a leaf belongs to an optimizer."""
         return any(is_below(name, box) for box in self.boxes)
@@ -182,7 +193,7 @@ class _Search:
                     votes[directory, root].add(parameter)
         by_directory: dict[str, list[str]] = collections.defaultdict(list)
         for directory, root in votes:
-            if self._is_told(directory, root, votes):
+            if self._is_told(directory, root, votes) and not self._is_of_another(directory, root):
                 by_directory[directory].append(root)
         best = {directory: _best_roots(directory, roots, votes) for directory, roots in by_directory.items()}
         accepted: dict[str, str] = {}
@@ -217,6 +228,17 @@ class _Search:
         arrays = {plain for plain in self.names if is_below(plain, root) and self._is_array(plain)}
         return bool(root) and kind in KINDS and len(arrays) > 1 and votes[directory, root] == arrays
 
+    def _is_of_another(self, directory: str, root: str) -> bool:
+        """Returns True if a directory has another model's word, as `gen_opt` has beside `dis_params`."""
+        words = path_words(root)
+        return bool(words) and not self._model_words.intersection(path_words(directory)) <= words
+
+    @functools.cached_property
+    def _model_words(self) -> set[str]:
+        """Words in the first parts of the names of leaves outside optimizers."""
+        beginnings = {tuple(parts[:-1][:2]) for plain, parts in self._parts.items() if plain not in self.marks}
+        return {word for beginning in beginnings for word in path_words("/".join(beginning))}
+
     def _endings(self, marks: Mapping[str, int]) -> dict[str, list[str]]:
         """Returns the plain names by each of their endings whose beginning has no optimizer's word."""
         endings: dict[str, list[str]] = collections.defaultdict(list)
@@ -230,6 +252,8 @@ class _Search:
         parts = self._parts[plain]
         for end in (len(parts), len(parts) - 1):
             for start in range(mark + 1, end):
+                if end < len(parts) and not (is_container(parts[start - 1]) or parts[start - 1].isdecimal()):
+                    continue
                 ending = "/".join(parts[start:end])
                 places = endings.get(ending, ())
                 fitting = [name for name in places if name != plain and self._fits(plain, name)]
@@ -292,7 +316,8 @@ class _Search:
             else:
                 remaining.append(plain)
         for directory, group in groups.items():
-            taken = add(directory, group, depth, root, paths) if any(map(self._is_array, group)) else ()
+            may_be_moment = any(map(self._is_array, group)) and not self._is_of_another(directory, root)
+            taken = add(directory, group, depth, root, paths) if may_be_moment else ()
             others = [plain for plain in group if plain not in taken]
             remaining += self._visit(others, depth + 1, add, root, paths) if others else ()
         return remaining
@@ -366,20 +391,11 @@ class _Search:
 
     def add_states(self) -> None:
         """Adds the fields of optimizers without moments, whose directories are known by their words alone."""
-        inside: dict[str, str] = {}
         for plain, mark in self.marks.items():
             parts = self._parts[plain]
             end = next((at for at in range(mark, len(parts) - 1) if is_state(parts[at])), None)
-            if end is not None:
-                inside[plain] = "/".join(parts[: end + 1])
-        for plain, box in inside.items():
-            if self.result.has(plain) or any(is_below(known, box) for known in self.result.boxes):
-                continue
-            self.result.boxes.append(box)
-            for name in inside:
-                directory, _, field = name.rpartition("/")
-                if is_below(name, box):
-                    self.result.fields.setdefault(directory, {})[field] = self.names[name]
+            if end is not None and not self.result.has(plain):
+                self.result.add_box("/".join(parts[: end + 1]), self.names.values())
 
     # -- slots of a bundle, and copies
 
