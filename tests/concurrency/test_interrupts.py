@@ -23,7 +23,7 @@ pytestmark = [
 
 ROOM = [f"orbax_t5x/concurrency/{name}.py" for name in ("carried", "loops", "process_threads", "sharing", "waiting")]
 EXECUTOR = ["orbax_t5x/restoring/executor.py", "orbax_t5x/lazy/read.py"]
-CONVERSION = [f"orbax_t5x/operations/convert/{name}.py" for name in ("work_directory", "journal")]
+CONVERSION = [f"orbax_t5x/operations/convert/{name}.py" for name in ("work_directory", "job")]
 ARRAYS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.int32)}
 
 

@@ -2,7 +2,7 @@
 
 `python -m tests.robustness.killed_pods [--times N] [--seed N]`.
 
-The processes plan, restore, verify, compare, convert and save, in a random order, until one of them gets SIGKILL. The
+The processes plan, restore, verify, compare and save, in a random order, until one of them gets SIGKILL. The
 others end with a `CheckpointError`, or are ended by JAX if process 0 held its coordination service; in a save, whose
 barriers are Orbax's, with any error. The newest step is at least the newest that was acknowledged to all, and whole.
 
@@ -38,9 +38,9 @@ from tests.support.xla import xla_flags
 _ENVIRONMENT = {"XLA_FLAGS": xla_flags(2), "ORBAX_T5X_STORE": "bucket"}
 
 # Modules are loaded once for all forks.
-_LOADED = (ot.restore, ot.plan_restore, ot.verify, ot.diff, ot.convert, ot.TrainStateHandler, ot.args.TrainStateSave)
+_LOADED = (ot.restore, ot.plan_restore, ot.verify, ot.diff, ot.TrainStateHandler, ot.args.TrainStateSave)
 _SHAPES = {f"w{number}": (64, 32 + number) for number in range(6)} | {"large": (512, 512)}
-PHASES = ("begun", "plan", "rows", "replicated", "verify", "diff", "convert", "resume", "save")
+PHASES = ("begun", "plan", "rows", "replicated", "verify", "diff", "resume", "save")
 # Of a typed error: 30 s are promised, and a busy machine may need more.
 _LIMIT_SECS = 60.0
 # Survivors are known to end by JAX's own heartbeat, after 100 s, in the barriers of Orbax.
@@ -100,7 +100,6 @@ def work(process: int, kill: Kill, port: int, folder: Path, seed: int, tell: Cal
             "replicated": lambda: ot.restore(source, target(PartitionSpec()), broadcast=True),
             "verify": lambda: ot.verify(source),
             "diff": lambda: ot.diff(source, source),
-            "convert": lambda: ot.convert(source, folder / "converted", overwrite=True),
             "resume": lambda: ot.restore_or_initialize(manager, rows, init_from=source),
             "save": save,
         }
