@@ -35,7 +35,6 @@ COMMANDS = Registry[_Command](
         "compare-logits": "orbax_t5x.extras.demo.compare_logits_command:run",
         "verify": "orbax_t5x.cli.verify_command:run",
         "demo": "orbax_t5x.extras.demo.command:run",
-        "completion": "orbax_t5x.cli.completion_command:run",
     },
 )
 # Any value but an empty one prints the traceback of an error that is not one of the library's.
@@ -338,10 +337,3 @@ def _add_others(commands) -> None:
         "Restores sharded over eight CPU devices, saves through Orbax, restores again and compares every bit.",
     )
     demo.add_argument("--keep", metavar="DIR", help="keep what is written, in this new directory (default: remove it)")
-    completion = _add(
-        commands,
-        "completion",
-        "print a script that completes commands and options in a shell",
-        'For bash: eval "$(orbax-t5x completion bash)" in ~/.bashrc; for zsh alike in ~/.zshrc, after compinit.',
-    )
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")

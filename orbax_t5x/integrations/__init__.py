@@ -1,4 +1,1 @@
-"""Classes that other packages' training loops take: T5X's checkpointer, Kauldron's `init_transform`.
-
-Each module is imported by itself, and only `kauldron` needs its package.
-"""
+"""Classes that the training loops of other packages take."""

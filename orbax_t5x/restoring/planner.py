@@ -151,6 +151,8 @@ def build_plan(
         diagnostics.warnings.append(decision.note)
     resuming = decision.is_resuming
     transforms, skipped = without_skipped(inputs.transforms, decision.skipped)
+    applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in skipped]
+    rest = tuple([one for one in applied if not isinstance(one, OneSource | Migration) or one.steps])
     fallback = compute = None
     if options.fallback is not None:
         fallback, compute = _open_fallback(options.fallback, diagnostics.problems.append)
@@ -178,7 +180,8 @@ def build_plan(
     if broken := [leaf for entry in entries for leaf in entry.leaves if leaf.error is not None]:
         broken[0].raise_error()
     if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers):
-        raise diagnostics.error(_explain_failure(inputs, matcher), path=inputs.sources.path)
+        applied_now = dataclasses.replace(inputs, transforms=rest)
+        raise diagnostics.error(_explain_failure(applied_now, matcher), path=inputs.sources.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used] if matcher.leftovers else []
     dropped = {name for name, value in inputs.stored.items() if value is not None} - used - set(unused)
@@ -189,8 +192,6 @@ def build_plan(
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     if target.kind == "everything":
         target = _everything(inputs, state, entries, is_changed=bool(transforms) and not resuming)
-    applied = [] if resuming else [one for index, one in enumerate(transforms) if index not in skipped]
-    rest = tuple([one for one in applied if not isinstance(one, OneSource | Migration) or one.steps])
     plan = RestorePlan(
         entries=tuple(entries),
         target=target,

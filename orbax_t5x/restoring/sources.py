@@ -36,7 +36,6 @@ PASS_RULES = Fix.in_program(
 AUTO = "auto"
 Listed = Callable[..., Any] | Migrations | Literal["auto"]
 Transforms = Sequence[Listed] | Listed
-_adopt_orbax = on_demand.function("orbax_t5x.transforms.model_surgery", "adopt_orbax")
 # Only calls that went wrong need the packs.
 _PACKAGE_OF_PACKS = "orbax_t5x.rules"
 _pack_names = on_demand.function(f"{_PACKAGE_OF_PACKS}.graph", "pack_names")
@@ -167,7 +166,7 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
             raise TypeError(f"{pack} is a function that makes a rule pack; pass what it makes: {_call_of(pack)}")
         if not callable(transform):
             raise TypeError(f"{transform!r} is no transform; {_instead_of(transform)}")
-    return tuple(one if isinstance(one, Transform) else _adopt_orbax(one) for one in chain)
+    return tuple(chain)
 
 
 def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:

@@ -26,7 +26,7 @@ from orbax_t5x.restoring.sources import AUTO, FoundRules, Transforms, asks_for_r
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms.base import AnyTransform
-from orbax_t5x.transforms.migrations import Migrations
+from orbax_t5x.transforms.migrations import Migration, Migrations
 from orbax_t5x.trees.flat import unflatten
 from orbax_t5x.trees.narrow import is_sequence
 
@@ -83,6 +83,10 @@ def _confirmed_plan(
         changed = plan_inputs(inputs.sources, target, transforms, options)
         return build_plan(changed, Decision(), proposes=False)
     return None
+
+
+def _as_migration(rules: Sequence[AnyTransform]) -> Migrations:
+    return Migrations([("migration-1", tuple(rules))])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,8 +173,9 @@ class UnfitStep:
         if plan is not None and not plan.dropped:
             return "these rules lead from it to the target", self._adding(plan.found_rules)
         every = [rule for rule in self.inputs.transforms if not isinstance(rule, FoundRules)]
-        if self.is_foreign and self._plan(every):
-            return "a migration is applied to such a step, too, and once", self._as_migration(every)
+        if self.is_foreign and not any(isinstance(rule, Migration) for rule in every) and self._plan(every):
+            fix = Fix.setting("pass {}", transforms=_as_migration(every))
+            return "a migration is applied to such a step, too, and once", fix
         fallback = self.inputs.options.fallback
         values = self._zeros() if fallback is None else fallback
         plan = self._plan(applied, fallback=values, fallback_for=_ANY_NAME)
@@ -202,21 +207,26 @@ class UnfitStep:
     def _adding(self, rules: Sequence[AnyTransform], way: Fix | None = None) -> Fix:
         """Returns the fix that adds rules at the end of those of the call."""
         settings: Mapping[str, Any] = {} if way is None else way.arguments
-        given = self.given
-        if isinstance(given, Migrations):
-            return Fix.in_program(f"add a migration at the end: (name, [{calls_code(rules)}])")
+        listed_rules = self._given_list()
+        migrations = listed_rules[-1] if listed_rules else None
+        if isinstance(migrations, Migrations):
+            steps = [(step.migration_name, step.steps) for step in migrations.steps]
+            if any(step.is_assumed for step in migrations.steps):
+                return Fix.in_program(f"add a migration at the end: (name, [{calls_code(rules)}])")
+            grown = Migrations([*steps, (f"migration-{len(steps) + 1}", tuple(rules))])
+            return Fix.setting("pass {}", transforms=(*listed_rules[:-1], grown), **settings)
         if self.is_foreign:
-            return self._as_migration(rules)
-        if isinstance(given, str):
-            return Fix.setting("pass {}", transforms=(FoundRules(), *rules), **settings)
-        has_others = callable(given) or (is_sequence(given) and len(given) > 0)
-        if callable(given):
-            return Fix.setting("pass {}", transforms=(given, *rules), **settings)
-        fix = Fix.adding(*rules, to_others=has_others)
+            return Fix.setting("pass {}", transforms=(*listed_rules, _as_migration(rules)), **settings)
+        if not is_sequence(self.given):
+            return Fix.setting("pass {}", transforms=(*listed_rules, *rules), **settings)
+        fix = Fix.adding(*rules, to_others=bool(listed_rules))
         return fix.also_setting(way.words, **settings) if way is not None and settings else fix
 
-    def _as_migration(self, rules: Sequence[AnyTransform]) -> Fix:
-        return Fix.setting("pass {}", transforms=Migrations([("migration-1", tuple(rules))]))
+    def _given_list(self) -> tuple[Any, ...]:
+        """Returns the transforms of the call as a list."""
+        if isinstance(self.given, str):
+            return (FoundRules(),)
+        return tuple(self.given) if is_sequence(self.given) else (self.given,)
 
     def _item_fix(self) -> Fix:
         return Fix.setting(f"name the item that is the state: {{}} one of {', '.join(map(repr, self.items))}", item=...)

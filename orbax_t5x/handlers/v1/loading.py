@@ -119,8 +119,8 @@ def load_and_transform(
       path: of the checkpoint, of any format, local or remote; an opened checkpoint, an `orbax_t5x.Source`, or a mapping
         of several.
       target: as `orbax_t5x.restore` takes it, or what `ocp.metadata` returned.
-      transforms: called in order on the lazy state dict; see `orbax_t5x.transforms`. Orbax's own transformations
-        (`orbax.checkpoint.experimental.model_surgery`) are transforms, too, and so is a function of one tree.
+      transforms: called in order on the lazy state dict; see `orbax_t5x.transforms`. A function of one tree is a
+        transform, too.
       abstract_tree, transform_fn: other names of `target` and `transforms`: those in Orbax's guide.
       item: which checkpointable of the path.
       fallback, fallback_for, is_resuming, strict, dtype, allow_lossy_cast: as in `orbax_t5x.restore`.

@@ -55,12 +55,13 @@ from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, asks_for_rules, chain_of, unopened_chain
 from orbax_t5x.restoring.unfit import UnfitStep, explain_unfit_source
 from orbax_t5x.text.progress_bar import Progress
-from orbax_t5x.text.wording import with_full_stop
+from orbax_t5x.text.wording import counted, listed, with_full_stop
 from orbax_t5x.transforms.patterns.table import Pattern
 
 # Orbax's name for the item of a manager that has one item without a name.
 _DEFAULT_ITEM = "default"
 _FIRST_STEP = 0
+_SHOWN_NAMES = 5
 # Of a state from scratch: the function fills all leaves, which is no reason to warn.
 _ANY_NAME = ("(?s:.*)",)
 
@@ -402,8 +403,11 @@ class _JobStart:
                         better = self._unfit(step, inputs, decision, records).explain(error)
                     raise better from error.__cause__
                 together.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
-            for warning in plan.warnings if plan.filled else ():
-                _logger.warning("%s: %s", plan.path, warning)
+            if step is not None and plan.filled:
+                names = listed(plan.filled, _SHOWN_NAMES)
+                count = counted(len(plan.filled), "leaf is", "leaves are")
+                lines = (f"{count} new to this step and given by init_fn: {names}", *plan.warnings)
+                _logger.warning("%s: %s", plan.path, "; ".join(lines))
             return _RestoreResult(plan.run(options), plan, records)
 
     def _unfit(self, step: int, inputs: PlanInputs, decision: Decision, records: Records) -> UnfitStep:

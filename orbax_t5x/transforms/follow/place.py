@@ -231,8 +231,8 @@ class _Placing:
         result = {name: value for name, value in state.items() if name not in inside}
         used = {origin for origins in sources.values() for origin in origins}
         wanted = {plain_name(name) for name in target}
-        for name in inside - used:
-            if name in state:
+        for name in state:
+            if name in inside and name not in used:
                 has_place = plain_name(name) in wanted and self._target.has(plain_name(name))
                 (self._diagnostics.unplaced if has_place else result)[name] = state[name]
         for name, origins in sources.items():

@@ -78,6 +78,15 @@ with manager("second") as second:
     second.save(1, args=ot.args.TrainStateSave(state))
     second.wait_until_finished()
     start(second, init_from=f"{root}/first", transforms=swap)
+with manager("third") as third:
+    listed = ["auto", swap]
+    state = start(third, init_from=f"{root}/first", transforms=listed)
+    third.save(1, args=ot.args.TrainStateSave(state))
+    third.wait_until_finished()
+    start(third, init_from=f"{root}/first", transforms=listed)
+    grown = {**target, "more": target["x"]}
+    start(third, grown, init_from=f"{root}/first", transforms=listed)
+    start(third, grown, transforms=listed, init_fn=lambda: {**init(), "more": init()["x"]}, fallback_for=["more"])
 tell(told)
 """
 
@@ -93,6 +102,10 @@ def test_two_processes_start_alike(tmp_path):
             "RestorePlanError" if index else "CheckpointIOError",
             "CorruptCheckpointError" if index else "CheckpointIOError",
             [5.0, 0, "initialized", []],
+            [5.0, 1, "resumed", []],
+            [5.0, 0, "initialized", []],
+            [5.0, 1, "resumed", []],
+            "RestorePlanError",
             [5.0, 1, "resumed", []],
         ]
     item = tmp_path / "second" / "1" / "default"

@@ -19,11 +19,11 @@ from orbax_t5x.trees.flat import flatten, unflatten
 
 BUNDLE = importlib.resources.files("orbax_t5x") / "cli/demo_data/model.ckpt-1000000"
 T = ot.transforms
-# A module has a new name, and a second application of the swap would be seen in the values.
+# A module has a new name, and a second application of the swap would be seen in the values. The optimizer follows.
 RENAMED = [
-    T.Rename([("(.*)/mlp/(.*)", r"\1/ffn/\2")]),
-    T.Rename([(r"(.*)/self_attention/query/(.*)", r"\1/self_attention/key/\2"),
-              (r"(.*)/self_attention/key/(.*)", r"\1/self_attention/query/\2")]),
+    T.Rename([("params/(.*)/mlp/(.*)", r"params/\1/ffn/\2")]),
+    T.Rename([("params/(.*)/self_attention/query/(.*)", r"params/\1/self_attention/key/\2"),
+              ("params/(.*)/self_attention/key/(.*)", r"params/\1/self_attention/query/\2")]),
 ]  # fmt: skip
 MIGRATIONS = ot.Migrations([("names", RENAMED)])
 OPTIMIZER = optax.adam(1e-3)
@@ -191,7 +191,7 @@ def test_rules_stay_when_the_list_gets_shorter_or_longer(models, tmp_path):
     values = changed.start(BUNDLE, ["auto", *RENAMED])
     assert_same(changed.start(BUNDLE, "auto"), values)
     assert_same(changed.start(ot.Source(BUNDLE, "auto"), RENAMED), values)
-    back = T.Rename([("(.*)/ffn/(.*)", r"\1/mlp/\2")])
+    back = T.Rename([("params/(.*)/ffn/(.*)", r"params/\1/mlp/\2")])
     again = {re.sub("/ffn/", "/mlp/", name): value for name, value in values.items()}
     params = {re.sub("/ffn/", "/mlp/", name): leaf for name, leaf in flatten(models.changed).items()}
     third = Job(tmp_path, unflatten(params))

@@ -367,7 +367,7 @@ def smaller_vocabulary():
 
 @mistake
 def larger_vocabulary_in_a_train_state():
-    return simple(STATE, target_state(model(vocab=15)), STATE, is_cured=None)
+    return simple(STATE, target_state(model(vocab=15)), STATE)
 
 
 @mistake
