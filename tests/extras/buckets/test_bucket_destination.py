@@ -343,9 +343,3 @@ def test_one_object_is_replaced_at_once():
         Stage([], ["model.safetensors"]),
         Stage([], []),
     ]
-
-
-def test_what_is_there_already_is_neither_written_nor_removed():
-    stages = upload_order(["d/1", "d/2", "manifest.ocdbt"], ["d/1", "d/3", "manifest.ocdbt"], ["d/1"])
-    assert [name for stage in stages for name in stage.write] == ["d/2", "manifest.ocdbt"]
-    assert {name for stage in stages for name in stage.remove} <= {"d/3", "manifest.ocdbt"}
