@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
-from orbax_t5x.optim.optimizer_names import GLUED_KINDS
+from orbax_t5x.optim.optimizer_names import SLOT_MAP
 
 TOWER_MAP: dict[str, str] = {"transformer": "decoder"}
 """The towers that T5X calls otherwise."""
@@ -55,7 +55,7 @@ def _layer(mesh_tf_tower: str, block: str) -> str:
 
 def _t5x_name(name: str, slot: str | None) -> str:
     """Returns the location of a parameter or slot in T5X's state."""
-    return f"state/param_states/{name}/{GLUED_KINDS[slot]}" if slot else f"target/{name}"
+    return f"state/param_states/{name}/{SLOT_MAP[slot]}" if slot else f"target/{name}"
 
 
 @t5_importer.add(r"global_step")

@@ -7,7 +7,8 @@ what a moment is. The ending `/value`, which Orbax gives variables of Flax NNX, 
 is never also a directory.
 
 What is not understood is never moved by its name: an array of an optimizer that repeats a parameter's name in an
-unknown form is listed in `OptimizerState.unknown`, and parameters that could be either of several trees in `unclear`.
+unknown form is listed in `OptimizerStructure.unknown`, and parameters that could be either of several trees in
+`unclear`.
 The cost is linear in the leaves, since endings that many leaves share are not compared.
 """
 
@@ -22,8 +23,8 @@ from typing import Any, Literal
 import numpy as np
 
 from orbax_t5x.optim.optimizer_names import (
-    GLUED_KINDS,
     KINDS,
+    SLOT_MAP,
     glued_parameter,
     has_copy_word,
     is_container,
@@ -77,13 +78,13 @@ class Moments:
         """Returns the name of the leaf for a new parameter below a root, with the ending of an old leaf."""
         path = parameter.removeprefix(f"{root}/") if root else parameter
         if self.form == "glued":
-            return parameter + next(ending for ending, kind in GLUED_KINDS.items() if kind == self.kind)
+            return parameter + next(ending for ending, kind in SLOT_MAP.items() if kind == self.kind)
         parts = (self.node, path, self.kind) if self.form == "kind last" else (self.node, self.kind, self.inner, path)
         return "/".join(filter(None, parts)) + ("/value" if like.endswith("/value") else "")
 
 
 @dataclasses.dataclass
-class OptimizerState:
+class OptimizerStructure:
     """Moments among leaves, and the other leaves of their optimizers.
 
     Attributes:
@@ -119,7 +120,7 @@ def is_below(name: str, directory: str) -> bool:
     return not directory or name == directory or name.startswith(f"{directory}/")
 
 
-def find_optimizer(leaves: Mapping[str, Any], roots: Iterable[tuple[str, str]] | None = None) -> OptimizerState:
+def find_optimizer(leaves: Mapping[str, Any], roots: Iterable[tuple[str, str]] | None = None) -> OptimizerStructure:
     """Finds the moments of optimizers among leaves.
 
     Args:
@@ -127,7 +128,7 @@ def find_optimizer(leaves: Mapping[str, Any], roots: Iterable[tuple[str, str]] |
       roots: Pairs (root of the parameters, directory of their optimizer's state); None finds them.
     """
     if roots is None and not any(map(may_tell_optimizer, leaves)):
-        return OptimizerState()
+        return OptimizerStructure()
     search = _Search(leaves)
     if roots is None:
         pairs = search.pairs()
@@ -151,9 +152,12 @@ class _Search:
     """
 
     def __init__(self, leaves: Mapping[str, Any]):
-        self.result = OptimizerState()
-        self.names = {plain_name(name): name for name in leaves}
-        self._empty = {plain_name(name) for name, leaf in leaves.items() if leaf is None}
+        self.result = OptimizerStructure()
+        # A field may be called `value`, too.
+        siblings = collections.Counter(name.rpartition("/")[0] for name in leaves)
+        plains = {name: plain_name(name) if siblings[name[: -len("/value")]] == 1 else name for name in leaves}
+        self.names = {plain: name for name, plain in plains.items()}
+        self._empty = {plains[name] for name, leaf in leaves.items() if leaf is None}
         self._shapes = {plain: _array_shape(leaves[name]) for plain, name in self.names.items()}
         self._counts = {plain for plain, name in self.names.items() if _is_count_or_key(leaves[name])}
         self._parts = {plain: plain.split("/") for plain in self.names}
@@ -161,6 +165,8 @@ class _Search:
         # Roots of parameters that were accepted, and the directories that have their parameters in them.
         self._roots: dict[str, set[str]] = {}
         self._directories: set[str] = set()
+        # Directories that most evidence says are moments, though not all of their leaves repeat parameters.
+        self._voted: set[str] = set()
 
     # -- which tree the parameters are
 
@@ -189,15 +195,18 @@ class _Search:
                 continue
             root = best[directory][0]
             accepted[directory] = root
+            self._voted.add(directory)
             self._roots.setdefault(root, set()).update(names)
             self._directories.update(parent for name in names for parent in parents(name))
         return {self._box(directory, accepted): root for directory, root in accepted.items()}
 
     def _is_told(self, directory: str, root: str, votes: Mapping[tuple[str, str], set[str]]) -> bool:
         """Returns True if more than a kind's name says that a directory is a moment."""
+        node, _, kind = directory.rpartition("/")
+        if kind not in KINDS and kind != _INNER_ROOT and not KINDS.isdisjoint(node.split("/")):
+            return False  # a part of a moment whose parameters are called otherwise
         if any(map(is_container, directory.split("/"))):
             return True
-        node, _, kind = directory.rpartition("/")
         if has_copy_word(kind) and not node.rpartition("/")[2].isdecimal():
             return False
         siblings = {
@@ -263,14 +272,17 @@ class _Search:
         remaining = self._visit(list(inside), depth, self._add_kind_first, root, paths)
         remaining = self._visit(remaining, depth, self._add_kind_last, root, paths)
         for plain in self._add_numbers(remaining, root, paths):
-            if self._is_array(plain) and (parameter := self._named_in(plain, depth, root, paths)) is not None:
+            parameter = self._named_in(plain, depth, root, paths)
+            if self._is_array(plain) and (parameter or any(is_below(plain, found) for found in self._voted)):
                 self.result.unknown[self.names[plain]] = parameter
                 continue
             directory, _, field = plain.rpartition("/")
             self.result.fields.setdefault(directory, {})[field] = self.names[plain]
 
-    def _visit(self, plains: list[str], depth: int, add: Callable[..., bool], root: str, paths: set[str]) -> list[str]:
-        """Adds the shallowest directories all of whose leaves repeat parameters; returns the other leaves."""
+    def _visit(
+        self, plains: list[str], depth: int, add: Callable[..., Collection[str]], root: str, paths: set[str]
+    ) -> list[str]:
+        """Adds the shallowest directories whose leaves repeat parameters; returns the other leaves."""
         groups: dict[str, list[str]] = collections.defaultdict(list)
         remaining: list[str] = []
         for plain in plains:
@@ -280,26 +292,33 @@ class _Search:
             else:
                 remaining.append(plain)
         for directory, group in groups.items():
-            if any(map(self._is_array, group)) and add(directory, group, depth, root, paths):
-                continue
-            remaining += self._visit(group, depth + 1, add, root, paths)
+            taken = add(directory, group, depth, root, paths) if any(map(self._is_array, group)) else ()
+            others = [plain for plain in group if plain not in taken]
+            remaining += self._visit(others, depth + 1, add, root, paths) if others else ()
         return remaining
 
-    def _add_kind_first(self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]) -> bool:
-        """Adds a moment in Optax's form; returns False if the directory is none."""
+    def _add_kind_first(
+        self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]
+    ) -> Collection[str]:
+        """Adds a moment in Optax's form; returns its leaves."""
         node, _, kind = directory.rpartition("/")
         for inner in ("", _INNER_ROOT):
             start = depth + bool(inner)
             if inner and any(self._parts[plain][depth : depth + 1] != [inner] for plain in plains):
                 continue
             slots = {prefixed(root, "/".join(self._parts[plain][start:])): plain for plain in plains}
+            if directory in self._voted:
+                repeated = {name: plain for name, plain in slots.items() if self._repeats({name: plain}, paths)}
+                slots = repeated or slots
             if self._repeats(slots, paths):
                 self._append(root, node, kind, "kind first", slots, inner)
-                return True
-        return False
+                return slots.values()
+        return ()
 
-    def _add_kind_last(self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]) -> bool:
-        """Adds moments in T5X's form; returns False if the directory has others."""
+    def _add_kind_last(
+        self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]
+    ) -> Collection[str]:
+        """Adds moments in T5X's form; returns their leaves, all of the directory or none."""
         by_kind: dict[str, dict[str, str]] = collections.defaultdict(dict)
         for plain in plains:
             parts = self._parts[plain]
@@ -307,10 +326,10 @@ class _Search:
             end = len(parts) if plain in self._empty else len(parts) - 1
             by_kind["".join(parts[end:])][prefixed(root, "/".join(parts[depth:end]))] = plain
         if not all(self._repeats(slots, paths) for slots in by_kind.values()):
-            return False
+            return ()
         for name, slots in by_kind.items():
             self._append(root, directory, name, "kind last", slots)
-        return True
+        return plains
 
     def _add_numbers(self, plains: Sequence[str], root: str, paths: set[str]) -> list[str]:
         """Adds numbers for each parameter beside moments, or of their kinds; returns the other leaves."""
@@ -336,14 +355,14 @@ class _Search:
         named = {parameter: self.names[plain] for parameter, plain in slots.items()}
         self.result.moments.append(Moments(root, node, kind, form, named, inner, **fields))
 
-    def _named_in(self, plain: str, depth: int, root: str, paths: set[str]) -> str | None:
-        """Returns the parameter whose path is anywhere in a name, or None."""
+    def _named_in(self, plain: str, depth: int, root: str, paths: set[str]) -> str:
+        """Returns the parameter whose path is anywhere in a name, or an empty text."""
         parts = self._parts[plain]
         for start in range(depth, len(parts)):
             for end in range(len(parts), start, -1):
                 if (parameter := prefixed(root, "/".join(parts[start:end]))) in paths:
                     return parameter
-        return None
+        return ""
 
     def add_states(self) -> None:
         """Adds the fields of optimizers without moments, whose directories are known by their words alone."""
@@ -369,7 +388,7 @@ class _Search:
         by_kind: dict[str, dict[str, str]] = collections.defaultdict(dict)
         for plain in self.names:
             if "_slot_" in plain and (parameter := glued_parameter(plain)) in self.names:
-                by_kind[GLUED_KINDS[plain[len(parameter) :]]][parameter] = plain
+                by_kind[SLOT_MAP[plain[len(parameter) :]]][parameter] = plain
         for kind, slots in by_kind.items():
             self._append("", "", kind, "glued", slots)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-GLUED_KINDS: dict[str, str] = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
+SLOT_MAP: dict[str, str] = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
 """Kinds of Adafactor's slots by the ends of their names in Mesh TensorFlow."""
 
 KINDS = frozenset({"mu", "nu", "v_row", "v_col", "trace", "momentum", "ema", "exp_avg", "exp_avg_sq"})
@@ -16,7 +16,7 @@ _CONTAINER = re.compile(rf"{_STATE.pattern}|(?:.*_)?(?:optimizer|optim|opt)")
 _IN_STATE = re.compile(rf"(?:.*/)?(?:{_STATE.pattern})/.*")
 # Letters of which every word of an optimizer or of a copy has some; most names have none.
 _HINT = re.compile("|".join(("opt", "param_states", "_slot_", *KINDS, *_COPIES)))
-_GLUED_NAME = re.compile(rf"(.+)({'|'.join(GLUED_KINDS)})")
+_GLUED_NAME = re.compile(rf"(.+)({'|'.join(SLOT_MAP)})")
 
 
 def may_tell_optimizer(name: str) -> bool:

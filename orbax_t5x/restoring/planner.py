@@ -123,9 +123,10 @@ def plan_inputs(
     if flattened.problems and not flattened.leaves:  # whatever else is wrong follows from that
         raise diagnostics.error(list(flattened.problems), path=sources.path)
     written, why = given, dict[str, Why]()
+    patterns = [] if options.fallback is None else list(options.fallback_for or ())
+    fillable = {name for pattern in patterns for name in flattened.original if re.fullmatch(pattern, name)}
+    diagnostics.new_leaves = fillable
     if finds_rules and any(map(asks_for_rules, given)):
-        patterns = [] if options.fallback is None else list(options.fallback_for or ())
-        fillable = {name for one in patterns for name in flattened.original if re.fullmatch(one, name)}
         path, target_leaves = sources.path, flattened.original
         written = written_out(given, source, target_leaves, path, fillable=fillable, settings=diagnostics, why=why)
     if any(not isinstance(one, OneSource | FoundRules) for one in given):
@@ -219,9 +220,8 @@ def build_plan(
 
 def _refuse_lost(inputs: PlanInputs, diagnostics: Diagnostics) -> None:
     """Records a problem for each slot that the target wants and that cannot follow, unless `fallback_for` names it."""
-    patterns = [] if inputs.options.fallback is None else list(inputs.options.fallback_for or ())
     for name, reason in diagnostics.lost.items():
-        if name in inputs.target.leaves and not any(re.fullmatch(pattern, name) for pattern in patterns):
+        if name in inputs.target.leaves and name not in diagnostics.new_leaves:
             message = f"the optimizer's leaf cannot follow its parameter: {reason}"
             words = "if its history may be lost, pass {} with values for it in the fallback"
             diagnostics.problem("optimizer", name, message, Fix.setting(words, fallback_for=(re.escape(name),)))

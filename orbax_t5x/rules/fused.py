@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from orbax_t5x.rules.leaf_table import LeafTable, fused_leaves, t5x_table
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
-from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
+from orbax_t5x.transforms.follow_optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms.names import Rename
 from orbax_t5x.transforms.run import Chain

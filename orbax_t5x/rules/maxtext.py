@@ -21,7 +21,7 @@ from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
+from orbax_t5x.transforms.follow_optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms.names import Rename
 from orbax_t5x.transforms.prefix import PrefixChange, parameter_prefixes, rename_leaves

@@ -17,7 +17,7 @@ from orbax_t5x.rules.steps import HeadsCheck, MergeAlone, MergeEqualLayers, Merg
 from orbax_t5x.rules.subblocks import stack_subblocks, unstack_subblocks
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
+from orbax_t5x.transforms.follow_optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms.run import Chain
 

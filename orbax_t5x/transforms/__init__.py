@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from orbax_t5x.transforms.base import Transform as Transform
     from orbax_t5x.transforms.dequantize import Dequantize as Dequantize
     from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots as AdafactorSlots
-    from orbax_t5x.transforms.follow.optimizer import FollowOptimizer as FollowOptimizer
+    from orbax_t5x.transforms.follow_optimizer import FollowOptimizer as FollowOptimizer
     from orbax_t5x.transforms.inverses import inverse as inverse
     from orbax_t5x.transforms.layers import Concat as Concat
     from orbax_t5x.transforms.layers import Split as Split
@@ -57,7 +57,7 @@ MODULE_OF = {
     "Concat": "orbax_t5x.transforms.layers",
     "Dequantize": "orbax_t5x.transforms.dequantize",
     "Drop": "orbax_t5x.transforms.names",
-    "FollowOptimizer": "orbax_t5x.transforms.follow.optimizer",
+    "FollowOptimizer": "orbax_t5x.transforms.follow_optimizer",
     "Intersect": "orbax_t5x.transforms.names",
     "Keep": "orbax_t5x.transforms.names",
     "Merge": "orbax_t5x.transforms.names",

@@ -92,6 +92,7 @@ class Diagnostics:
     Settings:
       warns_of_unused: whether a rule that matches nothing, and need not, is a warning; not so inside a rule pack.
       allows_unmapped: whether a rule pack may leave leaves of the model as they are; else each is a problem.
+      new_leaves: names of the target's leaves that a caller has said to be new.
       follows: whether the optimizer follows transforms without being asked; not so inside a rule pack.
       applied: earlier applications of rule packs, which are not made again, and where new ones are added; or None.
     """
@@ -108,6 +109,7 @@ class Diagnostics:
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
     unplaced: dict[str, Any] = dataclasses.field(default_factory=dict)
     slots: Collection[str] = ()
+    new_leaves: Collection[str] = ()
     follows: bool = True
     applied: Applied = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -116,6 +118,7 @@ class Diagnostics:
         return Diagnostics(
             warns_of_unused=self.warns_of_unused,
             allows_unmapped=self.allows_unmapped,
+            new_leaves=self.new_leaves,
             follows=self.follows,
             applied=self.applied,
         )

@@ -23,8 +23,8 @@ from orbax_t5x.transforms.assignment_map import AssignmentMap
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.by_rules import ByRules
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.follow.trace import Symbol
+from orbax_t5x.transforms.follow_optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import (
     IN_BLOCK,
     LAYER_NUMBER,

@@ -12,7 +12,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, for_caller
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.view import as_keys, key_data
-from orbax_t5x.optim.moments import OptimizerState, find_optimizer, plain_name
+from orbax_t5x.optim.moments import OptimizerStructure, find_optimizer, plain_name
 from orbax_t5x.transforms.base import AnyTransform, Given, Transform
 from orbax_t5x.transforms.by_rules import ByRules
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -145,7 +145,7 @@ def run_and_place(
 ) -> dict[str, Any]:
     """Runs transforms, and places the optimizer's leaves in the target's chain."""
     diagnostics = diagnostics or Diagnostics()
-    run = _Run(target_flat, diagnostics)
+    run = _ChainRun(target_flat, diagnostics)
     state = run.all(transforms, source_flat, is_resuming=is_resuming, skipped=skipped)
     placed = place_optimizer(state, target_flat, diagnostics, run.optimizer)
     note_lost(diagnostics, target_flat)
@@ -162,10 +162,10 @@ def run_transforms(
     skipped: Collection[int] = (),
 ) -> dict[str, Any]:
     """Runs transforms in order; those at `skipped` positions as when resuming."""
-    return _Run(target_flat, diagnostics).all(transforms, source_flat, is_resuming=is_resuming, skipped=skipped)
+    return _ChainRun(target_flat, diagnostics).all(transforms, source_flat, is_resuming=is_resuming, skipped=skipped)
 
 
-class _Run:
+class _ChainRun:
     """Run of a chain of transforms, through which the optimizer follows.
 
     Attributes:
@@ -173,13 +173,13 @@ class _Run:
     """
 
     def __init__(self, target: FlatState, diagnostics: Diagnostics):
-        self.optimizer: OptimizerState | None = None
+        self.optimizer: OptimizerStructure | None = None
         self._target = target
         self._diagnostics = diagnostics
         self._followed: FollowedState | None = None
 
     @functools.cached_property
-    def _target_optimizer(self) -> OptimizerState:
+    def _target_optimizer(self) -> OptimizerStructure:
         return find_optimizer(self._target)
 
     def all(

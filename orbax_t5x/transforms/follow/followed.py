@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, as_view
-from orbax_t5x.optim.moments import Moments, OptimizerState, Shape, find_optimizer, is_below, plain_name
+from orbax_t5x.optim.moments import Moments, OptimizerStructure, Shape, find_optimizer, is_below, plain_name
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.by_rules import ByRules
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -122,7 +122,7 @@ class FollowedState:
     # -- the whole state
 
     def joined(
-        self, state: FlatState, target: OptimizerState, shapes: FlatState, diagnostics: Diagnostics
+        self, state: FlatState, target: OptimizerStructure, shapes: FlatState, diagnostics: Diagnostics
     ) -> dict[str, Any]:
         """Returns the state with its parameters computed and its slots moved; `optimizer` becomes that of the result.
 
@@ -287,7 +287,7 @@ def _by_node(moments: Iterable[Moments]) -> list[list[Moments]]:
     return list(groups.values())
 
 
-def _wanted_shapes(target: OptimizerState, leaves: FlatState) -> dict[tuple[str, Shape], dict[str, Shape]]:
+def _wanted_shapes(target: OptimizerStructure, leaves: FlatState) -> dict[tuple[str, Shape], dict[str, Shape]]:
     """Returns the shapes of the target's slots by parameter, its shape and kind, where only one is of that kind."""
     found: dict[tuple[str, str], set[Shape]] = collections.defaultdict(set)
     for moments in target.moments:

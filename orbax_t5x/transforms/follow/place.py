@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy.several import all_equal
-from orbax_t5x.optim.moments import OptimizerState, find_optimizer, is_below, path_words, plain_name
+from orbax_t5x.optim.moments import OptimizerStructure, find_optimizer, is_below, path_words, plain_name
 from orbax_t5x.optim.optimizer_names import is_step, may_be_optimizer
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -26,7 +26,7 @@ from orbax_t5x.trees.flat import FlatState, prefixed
 _COUNTS_ADVICE = "the counts of several nodes become one count of the target's optimizer"
 
 
-class _Node(NamedTuple):
+class _ChainNode(NamedTuple):
     """Kinds and fields of a node, and the names of directories in it that are no moments."""
 
     kinds: frozenset[str]
@@ -34,16 +34,16 @@ class _Node(NamedTuple):
     children: frozenset[str]
 
 
-class _Chain(NamedTuple):
+class _OptimizerChain(NamedTuple):
     """Nodes of an optimizer by their directories, and the nodes with moments of each parameter."""
 
-    nodes: dict[str, _Node]
+    nodes: dict[str, _ChainNode]
     nodes_of: dict[str, list[str]]
     slots: dict[tuple[str, str, str], str]
 
 
 def place_optimizer(
-    state: FlatState, target: FlatState, diagnostics: Diagnostics, source: OptimizerState | None = None
+    state: FlatState, target: FlatState, diagnostics: Diagnostics, source: OptimizerStructure | None = None
 ) -> dict[str, Any]:
     """Returns the state with the optimizer's leaves, counts and step under the target's names.
 
@@ -75,7 +75,7 @@ def _with_endings(state: FlatState, wanted: Mapping[str, str], diagnostics: Diag
     return result
 
 
-def _chain_of(optimizer: OptimizerState) -> _Chain:
+def _chain_of(optimizer: OptimizerStructure) -> _OptimizerChain:
     kinds: dict[str, set[str]] = collections.defaultdict(set)
     parameters: dict[str, dict[str, None]] = collections.defaultdict(dict)
     slots: dict[tuple[str, str, str], str] = {}
@@ -95,12 +95,12 @@ def _chain_of(optimizer: OptimizerState) -> _Chain:
             if not child.isdecimal():
                 children[path].add(child)
     nodes = {
-        directory: _Node(
+        directory: _ChainNode(
             frozenset(kinds[directory]), frozenset(optimizer.fields.get(directory, {})), frozenset(children[directory])
         )
         for directory in sorted(directories, key=_in_order)
     }
-    return _Chain(nodes, {name: sorted(found, key=_in_order) for name, found in parameters.items()}, slots)
+    return _OptimizerChain(nodes, {name: sorted(found, key=_in_order) for name, found in parameters.items()}, slots)
 
 
 def _in_order(path: str) -> list[tuple[int, str]]:
@@ -115,7 +115,7 @@ class _Placing:
       sources: Names of the state's leaves by the target's leaf that they become.
     """
 
-    def __init__(self, source: OptimizerState, target: OptimizerState, diagnostics: Diagnostics):
+    def __init__(self, source: OptimizerStructure, target: OptimizerStructure, diagnostics: Diagnostics):
         self._source = source
         self._target = target
         self._old = _chain_of(source)
@@ -256,7 +256,7 @@ class _Placing:
         """Renames the only step as the target names it."""
         steps = [name for name in state if is_step(name)]
         places = [name for name in target if is_step(name)]
-        if len(steps) != 1 or len(places) != 1 or steps == places:
+        if len(steps) != 1 or len(places) != 1 or steps == places or places[0] in self._diagnostics.new_leaves:
             return state
         words, wanted = path_words(steps[0]), path_words(places[0])
         if not (words <= wanted or wanted <= words):
@@ -265,12 +265,12 @@ class _Placing:
         return {places[0] if name == steps[0] else name: value for name, value in state.items()}
 
 
-def _words_of_box(optimizer: OptimizerState, directory: str) -> frozenset[str]:
+def _words_of_box(optimizer: OptimizerStructure, directory: str) -> frozenset[str]:
     """Returns the words that tell whose optimizer a directory is in."""
     return frozenset(path_words(next((box for box in optimizer.boxes if is_below(directory, box)), directory)))
 
 
-def _inside(inner: Mapping[str, _Node], outer: Mapping[str, _Node]) -> dict[str, str] | None:
+def _inside(inner: Mapping[str, _ChainNode], outer: Mapping[str, _ChainNode]) -> dict[str, str] | None:
     """Returns the place of each node of a chain that stands inside another, or None unless there is one place."""
     if not inner:
         return None
@@ -291,7 +291,7 @@ def _ends_with(path: str, tail: str) -> bool:
     return path == tail or path.endswith(f"/{tail}")
 
 
-def _is_same(outer: _Node | None, inner: _Node) -> bool:
+def _is_same(outer: _ChainNode | None, inner: _ChainNode) -> bool:
     return outer is not None and (outer.kinds, outer.fields) == (inner.kinds, inner.fields)
 
 

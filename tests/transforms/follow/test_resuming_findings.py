@@ -313,8 +313,9 @@ def test_a_rename_of_the_parameters_takes_all_moments_along(tmp_path):
 def test_moments_from_a_fallback_beside_restored_ones_are_a_warning(tmp_path):
     state, target = filled(linen_state("old", optax.adam(0.1))), filled(linen_state("new", optax.adam(0.1)))
     rules = [T.AssignmentMap([("params/new/(.*)", r"params/old/\1")])]
-    plan = ot.plan_restore(saved(tmp_path, state), target, rules, fallback=target, strict=False)
+    path = saved(tmp_path, state)
+    plan = ot.plan_restore(path, target, rules, fallback=target, strict=False)
     assert plan.filled and len(plan.warnings) == 1
     followed = [T.FollowOptimizer(rules[0])]
-    plan = ot.plan_restore(saved(tmp_path, state), target, followed, fallback=target, strict=False)
+    plan = ot.plan_restore(path, target, followed, fallback=target, strict=False)
     assert not plan.filled
