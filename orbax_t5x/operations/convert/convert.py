@@ -80,7 +80,7 @@ class ConvertReport(Report):
         what = "safetensors files" if self.format == "safetensors" else "Orbax"
         names = [plain(f"{name}  {array_text(dtype, shape)}") for name, (shape, dtype) in self.skipped.items()]
         sections = [Section(f"left out, because {what} cannot store it", names=names)] if names else []
-        return Page("conversion", title=title, sections=sections)
+        return Page(title=title, sections=sections)
 
 
 _logger = logging.getLogger(__name__)
