@@ -30,14 +30,12 @@ _call_of_group = on_demand.function("orbax_t5x.multihost.openings", "call_of_gro
 
 
 class Agreement:
-    """Agreement of all processes on a restore or conversion.
+    """Agreement of all processes on a restore or another call.
 
     Use it as a context around planning: an error that leaves it is sent to the others.
 
     Attributes:
       group: the processes that agree.
-      lost_peer: whether another process has died or could not be reached, or this one was interrupted while it waited
-        for the others: what they do is not known.
     """
 
     def __init__(self, processes: Any, path: str | None = None, what: str = "restore", *, sends_errors: bool = False):
@@ -46,7 +44,6 @@ class Agreement:
         `processes` are Orbax's options of the group, or None for the whole job; its primary's record counts.
         With `sends_errors`, what one raises all raise, if it is an error of a checkpoint.
         """
-        self.lost_peer = False
         self._sends_errors = sends_errors
         self._path = path
         self._what = what
@@ -107,7 +104,7 @@ class Agreement:
         except BaseException:
             # No process is left to send to; or, after an interrupt, this exchange goes on without its caller, and the
             # others would take the next one for it.
-            self._failure_is_known = self.lost_peer = True
+            self._failure_is_known = True
             raise
         self._failure_is_known |= bool(failures)
         if failures and not failed:

@@ -2,7 +2,7 @@
 
 `python -m tests.robustness.killed_pods [--times N] [--seed N]`.
 
-The processes plan, restore, verify, compare, convert and save, in a random order, until one of them gets SIGKILL. The
+The processes plan, restore, verify, compare and save, in a random order, until one of them gets SIGKILL. The
 others end with a `CheckpointError`, or are ended by JAX; in a save, whose barriers are Orbax's, with any error. The
 newest step is at least the newest that was acknowledged to all, and whole.
 
@@ -38,9 +38,9 @@ from tests.support.xla import xla_flags
 _ENVIRONMENT = {"XLA_FLAGS": xla_flags(2), "ORBAX_T5X_STORE": "bucket"}
 
 # Modules are loaded once for all forks.
-_LOADED = (ot.restore, ot.plan_restore, ot.verify, ot.diff, ot.convert, ot.TrainStateHandler, ot.args.TrainStateSave)
+_LOADED = (ot.restore, ot.plan_restore, ot.verify, ot.diff, ot.TrainStateHandler, ot.args.TrainStateSave)
 _SHAPES = {f"w{number}": (64, 32 + number) for number in range(6)} | {"large": (512, 512)}
-PHASES = ("begun", "plan", "rows", "replicated", "verify", "diff", "convert", "resume", "save")
+PHASES = ("begun", "plan", "rows", "replicated", "verify", "diff", "resume", "save")
 # After which JAX ends those that wait for a dead process, and how long it may take on a busy machine.
 _HEARTBEAT_SECS = 20
 _LIMIT_SECS = 90.0
@@ -101,7 +101,6 @@ def work(process: int, kill: Kill, port: int, folder: Path, seed: int, tell: Cal
             "replicated": lambda: ot.restore(source, target(PartitionSpec()), broadcast=True),
             "verify": lambda: ot.verify(source),
             "diff": lambda: ot.diff(source, source),
-            "convert": lambda: ot.convert(source, folder / "converted", overwrite=True),
             "resume": lambda: ot.restore_or_initialize(manager, rows, init_from=source),
             "save": save,
         }
