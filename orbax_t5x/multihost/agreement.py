@@ -21,13 +21,12 @@ from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.provenance.records import Records
 
 # Of jobs of several processes only.
-_COLLECTIVES, _RENDEZVOUS = "orbax_t5x.multihost.collectives", "orbax_t5x.multihost.rendezvous"
+_COLLECTIVES = "orbax_t5x.multihost.collectives"
 _error_as_bytes, _exchange, _received_error = (
     on_demand.function(_COLLECTIVES, name) for name in ("error_as_bytes", "exchange", "received_error")
 )
-_rendezvous_before_backend, _member_call = (
-    on_demand.function(_RENDEZVOUS, name) for name in ("rendezvous_before_backend", "member_call")
-)
+_rendezvous_before_backend = on_demand.function("orbax_t5x.multihost.rendezvous", "rendezvous_before_backend")
+_call_of_group = on_demand.function("orbax_t5x.multihost.openings", "call_of_group")
 
 
 class Agreement:
@@ -63,7 +62,7 @@ class Agreement:
         An interrupt that is not `sent` leaves at once; else it waits for the others.
         """
         try:
-            with _member_call(self.group) if self._in_job else contextlib.nullcontext():
+            with _call_of_group(self.group) if self._in_job else contextlib.nullcontext():
                 yield
         except sent as error:
             if not self._failure_is_known:

@@ -7,7 +7,8 @@ what a moment is. The ending `/value`, which Orbax gives variables of Flax NNX, 
 is never also a directory.
 
 What is not understood is never moved by its name: an array of an optimizer that repeats a parameter's name in an
-unknown form is listed in `OptimizerStructure.unknown`, and parameters that could be either of several trees in `unclear`.
+unknown form is listed in `OptimizerStructure.unknown`, and parameters that could be either of several trees in
+`unclear`.
 The cost is linear in the leaves, since endings that many leaves share are not compared.
 """
 

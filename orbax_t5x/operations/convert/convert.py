@@ -26,7 +26,6 @@ from orbax_t5x.files.limits import check_memory_limit
 from orbax_t5x.files.paths import url_scheme, whole_url
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.multihost.heartbeat import announce_exit
 from orbax_t5x.operations.convert.destination import Destination, LocalDestination
 from orbax_t5x.operations.convert.job import FORMATS, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
@@ -82,7 +81,7 @@ class ConvertReport(Report):
         what = "safetensors files" if self.format == "safetensors" else "Orbax"
         names = [plain(f"{name}  {array_text(dtype, shape)}") for name, (shape, dtype) in self.skipped.items()]
         sections = [Section(f"left out, because {what} cannot store it", names=names)] if names else []
-        return Page("conversion", title=title, head=[kept] if self.kept_bytes else [], sections=sections)
+        return Page(title=title, head=[kept] if self.kept_bytes else [], sections=sections)
 
 
 _logger = logging.getLogger(__name__)
@@ -295,7 +294,6 @@ def _plan(
     caller: Caller,
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
-    announce_exit()
     sources = open_sources(source, options, stack)
     if on_unsupported == "skip":
         replaced = {name: _with_placeholders(checkpoint) for name, checkpoint in sources.checkpoints.items()}
