@@ -260,7 +260,10 @@ class _Search:
                 if not fitting or len(places) > _MOST_PLACES:
                     continue
                 for name in fitting:
-                    yield "/".join(parts[:start]), name.removesuffix(ending).rstrip("/"), name
+                    root = name.removesuffix(ending).rstrip("/")
+                    # A whole name may begin with the root of a copy.
+                    if root or not has_copy_word(parts[start]):
+                        yield "/".join(parts[:start]), root, name
                 # A module of the model may be called as a moment is, a moment as a module, and a kind as a root.
                 if parts[start] not in KINDS and parts[start] != _INNER_ROOT:
                     return
@@ -332,9 +335,7 @@ class _Search:
             if inner and any(self._parts[plain][depth : depth + 1] != [inner] for plain in plains):
                 continue
             slots = {prefixed(root, "/".join(self._parts[plain][start:])): plain for plain in plains}
-            if directory in self._voted:
-                repeated = {name: plain for name, plain in slots.items() if self._repeats({name: plain}, paths)}
-                slots = repeated or slots
+            slots = self._told(directory, slots, paths)
             if self._repeats(slots, paths):
                 self._append(root, node, kind, "kind first", slots, inner)
                 return slots.values()
@@ -343,18 +344,27 @@ class _Search:
     def _add_kind_last(
         self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]
     ) -> Collection[str]:
-        """Adds moments in T5X's form; returns their leaves, all of the directory or none."""
+        """Adds moments in T5X's form; returns their leaves."""
         by_kind: dict[str, dict[str, str]] = collections.defaultdict(dict)
         for plain in plains:
             parts = self._parts[plain]
             # T5X writes None for a parameter that an optimizer of several leaves to another.
             end = len(parts) if plain in self._empty else len(parts) - 1
             by_kind["".join(parts[end:])][prefixed(root, "/".join(parts[depth:end]))] = plain
-        if not all(self._repeats(slots, paths) for slots in by_kind.values()):
+        kinds = {kind: self._told(directory, slots, paths) for kind, slots in by_kind.items()}
+        if directory in self._voted:
+            kinds = {kind: slots for kind, slots in kinds.items() if self._repeats(slots, paths)}
+        if not all(self._repeats(slots, paths) for slots in kinds.values()):
             return ()
-        for name, slots in by_kind.items():
-            self._append(root, directory, name, "kind last", slots)
-        return plains
+        for kind, slots in kinds.items():
+            self._append(root, directory, kind, "kind last", slots)
+        return {plain for slots in kinds.values() for plain in slots.values()}
+
+    def _told(self, directory: str, slots: dict[str, str], paths: set[str]) -> dict[str, str]:
+        """Returns the leaves of a directory that evidence says is a moment, without those of no parameter."""
+        if directory not in self._voted:
+            return slots
+        return {name: plain for name, plain in slots.items() if self._repeats({name: plain}, paths)} or slots
 
     def _add_numbers(self, plains: Sequence[str], root: str, paths: set[str]) -> list[str]:
         """Adds numbers for each parameter beside moments, or of their kinds; returns the other leaves."""
