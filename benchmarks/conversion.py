@@ -1,9 +1,7 @@
-"""Conversions of 1 GB by one, two and four processes, beside the floor: reading the bytes and writing them.
+"""Conversions of 1 GB beside the floor: reading the bytes and writing them.
 
-`python -m benchmarks.conversion [--folder DIR] [--runs N] [--layers N]`. Ways alternate, each process is fresh, and the
-clock runs from the moment when all processes have found each other until the last has returned. Processor time is that
-of all processes together: over wall time it is the number of cores that were busy. A way that has them all busy with
-one process gains nothing from a second one on the same machine.
+`python -m benchmarks.conversion [--folder DIR] [--runs N] [--layers N]`. The two alternate, and each process is fresh.
+Processor time over wall time is the number of cores that were busy.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,7 +21,6 @@ from benchmarks.measure import Clock, resident_bytes
 _LAYERS = 12
 _BLOCK_BYTES = 64 << 20
 _MIB = 1 << 20
-_COUNTS = (1, 2, 4)
 
 
 def source(folder: Path, layers: int) -> Path:
@@ -62,22 +58,15 @@ def floor(path: str, destination: str) -> None:
     clock.stop(resident=resident_bytes("VmHWM"))
 
 
-def convert(path: str, destination: str, format: str, index: str, count: str, port: str) -> None:
-    """One process of a conversion."""
+def convert(path: str, destination: str, format: str) -> None:
+    """A conversion; in a process of its own."""
     import jax
 
     import orbax_t5x as ot
 
-    if int(count) > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
-    from jax.experimental import multihost_utils
-
     ot.TrainStateHandler()
     jax.devices()
     clock = Clock()
-    if int(count) > 1:
-        multihost_utils.sync_global_devices("begin")
     clock.start()
     ot.convert(path, destination, format=format)
     clock.stop(resident=resident_bytes("VmHWM"))
@@ -85,74 +74,54 @@ def convert(path: str, destination: str, format: str, index: str, count: str, po
 
 def run_floor(path: Path, folder: Path) -> dict[str, float]:
     """One run of the floor."""
-    return _together([["floor", str(path), str(folder / "floor")]])
+    return _run(["floor", str(path), str(folder / "floor")])
 
 
-def run_convert(path: Path, folder: Path, format: str, count: int) -> dict[str, float]:
-    """One conversion by `count` processes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = ["convert", str(path), str(folder / "out"), format]
-    figures = _together([[*shared, str(index), str(count), str(port)] for index in range(count)])
+def run_convert(path: Path, folder: Path, format: str) -> dict[str, float]:
+    """One conversion."""
+    figures = _run(["convert", str(path), str(folder / "out"), format])
     shutil.rmtree(folder / "out")
     return figures
 
 
-def _together(commands: list[list[str]]) -> dict[str, float]:
-    """Runs processes at the same time: the longest time, all processor time, the highest peak."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.conversion", *command],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command in commands
-    ]
-    outputs = [process.communicate() for process in started]
-    for process, (_, error) in zip(started, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError(error[-4000:])
-    told = [json.loads(output.strip().splitlines()[-1]) for output, _ in outputs]
-    return {
-        "seconds": max(one["seconds"] for one in told),
-        "processor_seconds": sum(one["processor_seconds"] for one in told),
-        "peak_growth": max(one["peak_growth_bytes"] for one in told),
-        "resident": max(one["resident"] for one in told),
-    }
+def _run(command: list[str]) -> dict[str, float]:
+    """Runs a fresh process: its time, processor time and peak."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.conversion", *command],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def compare(path: Path, folder: Path, format: str, runs: int) -> None:
-    """Alternates the ways and prints a table; one round before is not measured."""
-    measured: dict[str, list[dict[str, float]]] = {"floor": []} | {f"{count} processes": [] for count in _COUNTS}
+    """Alternates the two ways and prints a table; one round before is not measured."""
+    measured: dict[str, list[dict[str, float]]] = {"floor": [], "conversion": []}
     load = os.getloadavg()[0]
     for number in range(runs + 1):
-        round = {"floor": run_floor(path, folder)}
-        round |= {f"{count} processes": run_convert(path, folder, format, count) for count in _COUNTS}
+        round = {"floor": run_floor(path, folder), "conversion": run_convert(path, folder, format)}
         for way, figures in round.items():
             measured[way] += [figures] if number else []
     size = path.stat().st_size / 1e9
     loads = f"load {load:.1f} to {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     print(f"\n## {size:.2f} GB to {format} ({runs} alternating runs; {loads})\n")
-    headings = ["way", "s", "times as fast as one process", "of the floor's time", "CPU s", "cores busy"]
-    headings += ["peak growth MiB", "peak MiB"]
+    headings = ["way", "s", "of the floor's time", "CPU s", "cores busy", "peak growth MiB", "peak MiB"]
     print(f"| {' | '.join(headings)} |")
-    print("|---" * 8 + "|")
-    alone, least = measured["1 processes"], measured["floor"]
+    print("|---" * len(headings) + "|")
     for way, figures in measured.items():
-        speed = statistics.median(one["seconds"] / its["seconds"] for one, its in zip(alone, figures, strict=True))
-        times = statistics.median(its["seconds"] / one["seconds"] for one, its in zip(least, figures, strict=True))
+        pairs = zip(measured["floor"], figures, strict=True)
+        times = statistics.median(run["seconds"] / least["seconds"] for least, run in pairs)
         seconds, processor, growth, peak = (
-            statistics.median(one[key] for one in figures)
-            for key in ("seconds", "processor_seconds", "peak_growth", "resident")
+            statistics.median(run[key] for run in figures)
+            for key in ("seconds", "processor_seconds", "peak_growth_bytes", "resident")
         )
         cells = [
-            way.replace("1 processes", "1 process"),
+            way,
             f"{seconds:.2f}",
-            f"{speed:.2f}",
             f"{times:.2f}",
             f"{processor:.2f}",
             f"{processor / seconds:.2f}",

@@ -106,6 +106,4 @@ MODULE_OF = {
 }
 
 if not TYPE_CHECKING:  # a misspelled name is an error to type checkers
-    __all__, __getattr__, __dir__ = on_demand.public(
-        __name__, MODULE_OF, on_demand.function("orbax_t5x.multihost.heartbeat", "sending_heartbeats_while_loading")
-    )
+    __all__, __getattr__, __dir__ = on_demand.public(__name__, MODULE_OF)

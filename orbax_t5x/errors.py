@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar, Unpack
 
 from orbax_t5x import on_demand
 from orbax_t5x.text.fix import Fix as Fix
+from orbax_t5x.text.html import html_text
 from orbax_t5x.text.masked import masked, masked_path
 from orbax_t5x.text.problem import Problem as Problem
 from orbax_t5x.text.problem import ProblemKind as ProblemKind
@@ -29,7 +30,6 @@ AnyPath = str | os.PathLike[str]
 
 # Problems are rare.
 _problem_lines: Callable[..., list[str]] = on_demand.function("orbax_t5x.text.problem_lines", "problem_lines")
-_problems_page: Callable[..., str] = on_demand.function("orbax_t5x.text.problem_lines", "problems_page")
 
 _Raised = TypeVar("_Raised", bound=BaseException)
 _FOR_CALLER = "_orbax_t5x_for_caller"
@@ -231,5 +231,4 @@ class RestorePlanError(CheckpointError, ValueError):
         return "\n".join([*map(plain, lines), self._count + where])
 
     def _repr_html_(self) -> str:
-        where = "" if self.path is None else f"{self.path}: "
-        return _problems_page(self.problems, f"{where}{self._count}:")
+        return html_text(str(self))

@@ -6,7 +6,6 @@ runs in the main thread, so the main thread has its modules imported by another 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 import threading
@@ -19,17 +18,12 @@ _Result = TypeVar("_Result")
 _SHOWN = ("__all__", "__doc__", "__file__", "__name__", "__version__")
 
 
-def public(
-    package: str,
-    modules: Mapping[str, str],
-    in_job: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def public(package: str, modules: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the `__all__`, `__getattr__` and `__dir__` of a package.
 
     Args:
       package: its name.
       modules: of each public name the module that has it; "" for a module of the package.
-      in_job: what holds while a process of a job loads a module, which takes seconds.
     """
 
     def load(name: str) -> Any:
@@ -37,9 +31,8 @@ def public(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if not modules[name]:
             return _undisturbed(f"{package}.{name}", lambda: importlib.import_module(f"{package}.{name}"))
-        with contextlib.nullcontext() if in_job is None or not _is_in_job() else in_job():
-            # As `from … import` does: modules, too.
-            module = _undisturbed(modules[name], lambda: __import__(modules[name], fromlist=[name]))
+        # As `from … import` does: modules, too.
+        module = _undisturbed(modules[name], lambda: __import__(modules[name], fromlist=[name]))
         value = getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
@@ -48,11 +41,6 @@ def public(
         return sorted([*modules, *(name for name in _SHOWN if name in vars(sys.modules[package]))])
 
     return list(modules), load, names
-
-
-def _is_in_job() -> bool:
-    distributed = getattr(sys.modules.get("jax"), "distributed", None)
-    return distributed is not None and distributed.is_initialized()
 
 
 def function(module: str, name: str) -> Callable[..., Any]:

@@ -76,15 +76,6 @@ class ReadStats:
         with self._lock:
             return list(self._ranges.get(leaf, ()))
 
-    @property
-    def execution(self) -> ReadStats:
-        """Identity of the execution: files are checked once in each."""
-        return self
-
-    def scoped(self) -> ReadStats:
-        """Makes read stats with ranges of their own."""
-        return _ScopedStats(self)
-
 
 _counting: contextvars.ContextVar[ReadStats | None] = contextvars.ContextVar("_counting", default=None)
 
@@ -104,20 +95,3 @@ def note_read(stats: ReadStats) -> None:
     """Adds a read to the context's count, if there is a count."""
     if (counting := _counting.get()) is not None:
         counting.count(stats.bytes_read, stats.gap_bytes, stats.fill_chunks)
-
-
-class _ScopedStats(ReadStats):
-    """Read stats of a part of an execution; see `ReadStats.scoped`."""
-
-    def __init__(self, whole: ReadStats):
-        super().__init__(whole.verify)
-        self.decoding = whole.decoding
-        self._whole = whole
-
-    def count(self, bytes_read: int, gap_bytes: int = 0, fill_chunks: int = 0) -> None:
-        super().count(bytes_read, gap_bytes, fill_chunks)
-        self._whole.count(bytes_read, gap_bytes, fill_chunks)
-
-    @property
-    def execution(self) -> ReadStats:
-        return self._whole.execution

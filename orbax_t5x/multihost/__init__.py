@@ -1,1 +1,1 @@
-"""Heartbeats, barriers and collectives of the processes of a job."""
+"""Barriers and collectives of the processes of a job."""

@@ -21,24 +21,21 @@ from orbax_t5x.multihost.groups import ProcessGroup
 from orbax_t5x.provenance.records import Records
 
 # Of jobs of several processes only.
-_COLLECTIVES, _RENDEZVOUS = "orbax_t5x.multihost.collectives", "orbax_t5x.multihost.rendezvous"
+_COLLECTIVES = "orbax_t5x.multihost.collectives"
 _error_as_bytes, _exchange, _received_error = (
     on_demand.function(_COLLECTIVES, name) for name in ("error_as_bytes", "exchange", "received_error")
 )
-_rendezvous_before_backend, _member_call = (
-    on_demand.function(_RENDEZVOUS, name) for name in ("rendezvous_before_backend", "member_call")
-)
+_rendezvous_before_backend = on_demand.function("orbax_t5x.multihost.rendezvous", "rendezvous_before_backend")
+_call_of_group = on_demand.function("orbax_t5x.multihost.openings", "call_of_group")
 
 
 class Agreement:
-    """Agreement of all processes on a restore or conversion.
+    """Agreement of all processes on a restore or another call.
 
     Use it as a context around planning: an error that leaves it is sent to the others.
 
     Attributes:
       group: the processes that agree.
-      lost_peer: whether another process has died or could not be reached, or this one was interrupted while it waited
-        for the others: what they do is not known.
     """
 
     def __init__(self, processes: Any, path: str | None = None, what: str = "restore", *, sends_errors: bool = False):
@@ -47,7 +44,6 @@ class Agreement:
         `processes` are Orbax's options of the group, or None for the whole job; its primary's record counts.
         With `sends_errors`, what one raises all raise, if it is an error of a checkpoint.
         """
-        self.lost_peer = False
         self._sends_errors = sends_errors
         self._path = path
         self._what = what
@@ -63,7 +59,7 @@ class Agreement:
         An interrupt that is not `sent` leaves at once; else it waits for the others.
         """
         try:
-            with _member_call(self.group) if self._in_job else contextlib.nullcontext():
+            with _call_of_group(self.group) if self._in_job else contextlib.nullcontext():
                 yield
         except sent as error:
             if not self._failure_is_known:
@@ -108,7 +104,7 @@ class Agreement:
         except BaseException:
             # No process is left to send to; or, after an interrupt, this exchange goes on without its caller, and the
             # others would take the next one for it.
-            self._failure_is_known = self.lost_peer = True
+            self._failure_is_known = True
             raise
         self._failure_is_known |= bool(failures)
         if failures and not failed:

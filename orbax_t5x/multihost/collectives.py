@@ -13,12 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_t5x.concurrency import CallThread
+from orbax_t5x.concurrency import CallThread, call_in_thread
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.files.transcript import error_as_data, error_from_data
 from orbax_t5x.multihost.coordination import lost_process
 from orbax_t5x.multihost.groups import ProcessGroup
-from orbax_t5x.multihost.heartbeat import call_with_living_peers
 from orbax_t5x.multihost.rendezvous import rendezvous_before_collective
 
 _LENGTH = np.dtype("<u8")
@@ -30,10 +29,11 @@ _Result = TypeVar("_Result")
 def collective(
     function: Callable[[], _Result], group: ProcessGroup, path: str | None, thread: CallThread | None = None
 ) -> _Result:
-    """Calls a function that waits for all processes."""
+    """Calls a function that waits for all processes; an interrupt ends the wait."""
     rendezvous_before_collective(group, path)
     try:
-        return call_with_living_peers(function, group, path, thread)
+        future = call_in_thread(function, "orbax_t5x-collective") if thread is None else thread.submit(function)
+        return future.result()
     except (RuntimeError, ValueError) as error:  # JAX raises either, by where the failure meets it
         raise lost_process(error, path) from error
 

@@ -5,7 +5,7 @@ The opener, the primary process of the group that calls, runs the readers, recor
 and compressed pieces below the limit of a message. It waits for no one. The others run the same readers over these
 answers. What fails in the opener is raised by all, with the same type and text.
 
-The others wait for the opener to begin the same opening, and then for its end as long as the heartbeats go on. Where it
+The others wait for the opener to begin the same opening, and then for its end without limit. Where it
 does not begin, because it opens something else, has failed before or is late, a process opens for itself. Outside of
 collective calls (`plan_restore`) a process may be the only one that calls, and waits less.
 
@@ -43,7 +43,6 @@ from orbax_t5x.multihost.coordination import (
     write_pieces,
 )
 from orbax_t5x.multihost.groups import ProcessGroup
-from orbax_t5x.multihost.heartbeat import POLL_SECS, sending_heartbeats, wait_with_living_peers
 
 _KEYS = "orbax_t5x/catalogue/"
 _BEGUN = "orbax_t5x/catalogue_begun/"  # no key below it holds bytes, so that it can be read as text
@@ -53,6 +52,7 @@ _RECENT_SECS = 60.0
 # Publications of collective calls whose bytes are kept for slow processes.
 _KEPT = 16
 _REPORT_SECS = 10.0  # between two log lines
+_POLL_SECS = 0.1
 # How long a process waits for the opener to begin: in collective calls, and where it may be the only caller.
 _COLLECTIVE_BEGIN_SECS = 60.0
 _BEGIN_SECS = 20.0
@@ -107,20 +107,19 @@ def opened_once(call: Sequence[Any], path: str, function: Callable[[], _Result])
     text = json.dumps([group.key, is_collective, *call])
     name = hashlib.sha256(f"{text}{counts[text] if is_collective else 0}".encode()).hexdigest()[:32]
     counts[text] += 1
-    with sending_heartbeats():
-        try:
-            store = key_value_store()
-            if group.is_primary:
-                return _publish(store, name, function, is_collective)
-            transcript = _received(store, name, path, group, is_collective)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, CheckpointError) or not _is_of_service(error):
-                raise
-            raise lost_process(error, path) from error
-        if transcript is None:
-            return function()
-        with using(transcript):
-            return function()
+    try:
+        store = key_value_store()
+        if group.is_primary:
+            return _publish(store, name, function, is_collective)
+        transcript = _received(store, name, path, group, is_collective)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, CheckpointError) or not _is_of_service(error):
+            raise
+        raise lost_process(error, path) from error
+    if transcript is None:
+        return function()
+    with using(transcript):
+        return function()
 
 
 def _is_of_service(error: BaseException) -> bool:
@@ -245,7 +244,7 @@ def _received(store: Any, name: str, path: str, group: ProcessGroup, is_collecti
                 publication.consume(group.size - 1)
 
     try:
-        return wait_with_living_peers(call_in_thread(receive, "orbax_t5x-catalogue"), group.members, path)
+        return call_in_thread(receive, "orbax_t5x-catalogue").result()
     finally:
         abandoned.set()
 
@@ -270,7 +269,7 @@ def _taken(
                 *(path, group.primary, most),
             )
             return None
-        time.sleep(POLL_SECS)
+        time.sleep(_POLL_SECS)
     return None
 
 

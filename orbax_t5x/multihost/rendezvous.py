@@ -2,9 +2,8 @@
 
 JAX waits for all processes when the first use of a device makes its backend, and when some devices first compute
 together; an interrupt does not end these waits, and with Gloo the second one lasts 30 s at most. So the processes wait
-for each other before, through the coordination service of `jax.distributed`. A process that sends heartbeats is waited
-for without limit. One that has not sent a first heartbeat is starting, or has died: it is waited for as long as JAX
-waits at its own start (`ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS` sets another limit), and named in the log meanwhile.
+for each other before, through the coordination service of `jax.distributed`, without limit: if one of them dies, the
+service ends the job. The log names those that have not arrived.
 Where processes found each other by other means there is no such service, and nothing is waited for here. A barrier is
 passed once for the backend, which all processes of the job make, and once for each group.
 """
@@ -12,18 +11,16 @@ passed once for the backend, which all processes of the job make, and once for e
 from __future__ import annotations
 
 import logging
-import math
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from orbax_t5x.concurrency import call_in_thread
-from orbax_t5x.errors import CheckpointIOError, Fix
+from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.multihost.coordination import (
     has_backend,
     key_value_store,
@@ -33,14 +30,14 @@ from orbax_t5x.multihost.coordination import (
     waited_for_key,
 )
 from orbax_t5x.multihost.groups import ProcessGroup
-from orbax_t5x.multihost.heartbeat import read_heartbeats, sending_heartbeats, wait_with_living_peers
 from orbax_t5x.multihost.openings import call_of_group
 from orbax_t5x.text.wording import listed
 
 _KEYS = "orbax_t5x/rendezvous/"
-_TIMEOUT_VARIABLE = "ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS"
-_DEFAULT_TIMEOUT_SECS = 300.0  # `initialization_timeout` of `jax.distributed.initialize`
-_REPORT_SECS = 10.0  # between two log lines
+# How long a wait is before the log names those that are missing, and between two such lines.
+_FIRST_REPORT_SECS = 60.0
+_REPORT_SECS = 300.0
+_POLL_SECS = 10.0  # how soon the thread of an interrupted wait ends
 
 _logger = logging.getLogger(__name__)
 
@@ -53,9 +50,8 @@ def rendezvous_before_backend(processes: Any = None) -> ProcessGroup:
     A process of a group that is not the whole job leaves the wait to JAX: others may never call it.
     """
     if jax.distributed.is_initialized() and "backend" not in _passed:
-        with sending_heartbeats():
-            active = None if processes is None else processes.active_processes
-            _make_backend(is_alone=active is not None and len(active) < service_process_count())
+        active = None if processes is None else processes.active_processes
+        _make_backend(is_alone=active is not None and len(active) < service_process_count())
     return ProcessGroup.of(processes)
 
 
@@ -63,7 +59,7 @@ def _make_backend(*, is_alone: bool) -> None:
     barrier = _Barrier("backend", service_process_id(), range(service_process_count()), None)
 
     def wait_and_make_backend() -> None:
-        if has_backend():  # for which JAX has waited, and this process sends heartbeats soon
+        if has_backend():  # for which JAX has waited
             barrier.arrive()
             return
         if is_alone:
@@ -72,22 +68,15 @@ def _make_backend(*, is_alone: bool) -> None:
             barrier.wait()
         jax.process_count()
 
-    barrier.pass_by(wait_and_make_backend, None)
+    barrier.pass_by(wait_and_make_backend)
 
 
 @contextmanager
 def collective_operation(processes: Any = None) -> Generator[ProcessGroup, None, None]:
     """Holds for a call that every member makes together."""
     group = rendezvous_before_backend(processes)
-    with member_call(group):
+    with call_of_group(group):
         yield group
-
-
-@contextmanager
-def member_call(group: ProcessGroup) -> Generator[None, None, None]:
-    """Marks the call of a group, and sends heartbeats."""
-    with sending_heartbeats(), call_of_group(group):
-        yield
 
 
 def rendezvous_before_collective(group: ProcessGroup, path: str | None) -> None:
@@ -96,7 +85,7 @@ def rendezvous_before_collective(group: ProcessGroup, path: str | None) -> None:
         return
     if group.key not in _passed:
         barrier = _Barrier(group.key, group.process, group.members, path)
-        barrier.pass_by(barrier.wait, group.members)
+        barrier.pass_by(barrier.wait)
 
 
 class _Barrier:
@@ -108,13 +97,12 @@ class _Barrier:
         self._process = process
         self._expected = frozenset(expected)
         self._path = path
-        self._timeout_secs = _first_heartbeat_timeout_secs()
         self._is_abandoned = threading.Event()
 
-    def pass_by(self, function: Callable[[], None], members: Collection[int] | None) -> None:
-        """Calls a function that waits at the barrier while all live."""
+    def pass_by(self, function: Callable[[], None]) -> None:
+        """Calls a function that waits at the barrier; an interrupt ends the wait."""
         try:
-            wait_with_living_peers(call_in_thread(function, "orbax_t5x-rendezvous"), members, self._path)
+            call_in_thread(function, "orbax_t5x-rendezvous").result()
             _passed.add(self._name)
         finally:
             self._is_abandoned.set()
@@ -138,6 +126,7 @@ class _Barrier:
     def _wait_for_others(self, store: Any) -> None:
         complete = f"{_KEYS}{self._name}/complete"
         begin = time.monotonic()
+        next_report_secs = _FIRST_REPORT_SECS
         while True:
             arrived = {int(key.rpartition("/")[2]) for key, _ in store.key_value_dir_get(self._arrivals)}
             absent = self._expected - arrived
@@ -145,42 +134,12 @@ class _Barrier:
                 store.key_value_set(complete, "", allow_overwrite=True)
                 return
             waited = time.monotonic() - begin
-            if waited >= min(_REPORT_SECS, self._timeout_secs):
-                self._report(sorted(absent - read_heartbeats(store).keys()), waited)
-            remaining = self._timeout_secs - waited
-            pause = min(_REPORT_SECS, remaining) if remaining > 0 else _REPORT_SECS
-            if waited_for_key(store, complete, pause):
+            if waited >= next_report_secs:
+                next_report_secs += _REPORT_SECS
+                noun = "process" if len(absent) == 1 else "processes"
+                who = f"{noun} {listed(list(map(str, sorted(absent))), 5)}"
+                _logger.warning("Have waited %.0f s for %s to arrive", waited, who)
+            if waited_for_key(store, complete, _POLL_SECS):
                 return
             if self._is_abandoned.is_set():
                 raise CheckpointIOError("the wait for the other processes was interrupted", path=self._path)
-
-    def _report(self, absent: Sequence[int], waited_secs: float) -> None:
-        if not absent:
-            return
-        noun = "process" if len(absent) == 1 else "processes"
-        who = f"{noun} {listed(list(map(str, absent)), 5)}"
-        if waited_secs >= self._timeout_secs:
-            raise CheckpointIOError(
-                f"no first heartbeat has come from {who} within {self._timeout_secs:g} s",
-                path=self._path,
-                fix=Fix(
-                    f"find the reason in the log of the {noun}, or set {_TIMEOUT_VARIABLE} if processes need longer to "
-                    "start"
-                ),
-            )
-        _logger.warning(
-            "Have waited %.0f s for the first heartbeat of %s; the limit is %g s (%s)",
-            *(waited_secs, who, self._timeout_secs, _TIMEOUT_VARIABLE),
-        )
-
-
-def _first_heartbeat_timeout_secs() -> float:
-    """Reads the time limit for a first heartbeat."""
-    text = os.environ.get(_TIMEOUT_VARIABLE)
-    try:
-        seconds = _DEFAULT_TIMEOUT_SECS if text is None else float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise ValueError(f"{_TIMEOUT_VARIABLE} is a positive number of seconds, not {text!r}.")
-    return seconds

@@ -14,6 +14,7 @@ from orbax_t5x.files.paths import shared_path
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import leaf_nodes
+from orbax_t5x.text.html import html_text
 from orbax_t5x.text.wording import array_bytes, array_text, counted, leaves_text, size_text
 
 # Notebooks and `inspect` only.
@@ -163,7 +164,7 @@ class Checkpoint:
         left = counted(len(rows[_SHOWN_ROWS:]), "row")
         left_out = f"… and {left} more: see `leaves`" if rows[_SHOWN_ROWS:] else ""
         section = _section(rows=rows[:_SHOWN_ROWS], left_out=left_out)
-        return _page("checkpoint", _row("leaf", "array", size="bytes"), title, sections=[section]).html()
+        return html_text(_page(_row("leaf", "array", size="bytes"), title, sections=[section]).text())
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r}: {self.format}, {len(self._leaves)} leaves>"

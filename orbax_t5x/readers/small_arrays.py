@@ -154,8 +154,8 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
         """Proves that the leaf can be read, and its files are unchanged."""
         self._root.require_open()
         self.raise_error()
-        if not self._files.was_checked(stats.execution):
-            self._files.check_unchanged(stats.execution, leaf=self.name)
+        if not self._files.was_checked(stats):
+            self._files.check_unchanged(stats, leaf=self.name)
 
     def stored_chunks(self, wanted: Sequence[bool]) -> list[bytes | None]:
         """Reads wanted chunks as they are stored; None for the rest."""

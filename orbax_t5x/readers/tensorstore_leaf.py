@@ -140,11 +140,11 @@ class TensorStoreLeaf(Leaf):
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         self._root.require_open()
         self.raise_error()
-        if self._files.was_checked(stats.execution):
+        if self._files.was_checked(stats):
             await self._read(requests, stats)
             return
         pool = waiting_pool() if self.is_remote else reader_pool()
-        check = run_in_pool(pool, self._files.check_unchanged, stats.execution, leaf=self.name)
+        check = run_in_pool(pool, self._files.check_unchanged, stats, leaf=self.name)
         if not self.is_remote:
             await check
             await self._read(requests, stats)
@@ -163,8 +163,8 @@ class TensorStoreLeaf(Leaf):
         await looking
 
     async def check_for_all(self, stats: ReadStats) -> None:
-        if self._root.compares_for_all and not self._files.was_checked(stats.execution):
-            await run_in_pool(waiting_pool(), self._files.check_unchanged, stats.execution, leaf=self.name)
+        if self._root.compares_for_all and not self._files.was_checked(stats):
+            await run_in_pool(waiting_pool(), self._files.check_unchanged, stats, leaf=self.name)
 
     async def _read(self, requests: Sequence[Request], stats: ReadStats) -> None:
         copies: list[tuple[np.ndarray, np.ndarray]] = []

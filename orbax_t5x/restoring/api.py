@@ -31,7 +31,6 @@ _collective_restore = on_demand.function("orbax_t5x.multihost.rendezvous", "coll
 _agreement = on_demand.function("orbax_t5x.multihost.agreement", "Agreement")
 _openings_of = on_demand.function("orbax_t5x.multihost.openings", "openings_of")
 _explain_own_step = on_demand.function("orbax_t5x.restoring.unfit", "explain_own_step")  # plans that fail only
-_announce_exit = on_demand.function("orbax_t5x.multihost.heartbeat", "announce_exit")
 
 
 _Target = TypeVar("_Target")
@@ -217,8 +216,6 @@ def open_plan(
 
 def open_for(target: Any, source: AnySource, options: RestoreOptions, stack: contextlib.ExitStack) -> OpenSources:
     """Opens the sources of a restore into a target."""
-    if jax.distributed.is_initialized():
-        _announce_exit()
     if isinstance(target, str | os.PathLike):
         raise TypeError(
             f"the target is a tree of shapes or arrays, or None, and not the path {masked(str(target))!r}; "

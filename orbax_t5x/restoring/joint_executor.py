@@ -18,7 +18,6 @@ from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, full_box
 from orbax_t5x.multihost.collectives import gather_bytes, raise_together
 from orbax_t5x.multihost.groups import ProcessGroup
-from orbax_t5x.multihost.heartbeat import sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.readers.ranges.coverage import fold_columns
 from orbax_t5x.restoring.broadcast.needs import StoreKind, Stores, compare_plans, gather_needs, is_text
@@ -38,10 +37,9 @@ def execute_jointly(
 ) -> tuple[dict[str, Any], RestoreReport]:
     """Runs a plan on each process of a job; all call it."""
     group = rendezvous_before_backend(plan.processes)
-    with sending_heartbeats():
-        if group.size == 1:
-            return Execution(plan, options, on_progress).run()
-        return _JointExecution(plan, options, on_progress, group).run()
+    if group.size == 1:
+        return Execution(plan, options, on_progress).run()
+    return _JointExecution(plan, options, on_progress, group).run()
 
 
 class _JointExecution(Execution):

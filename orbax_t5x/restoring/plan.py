@@ -24,6 +24,7 @@ from orbax_t5x.provenance.records import Lineage
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.targets import Target, TargetLeaf
+from orbax_t5x.text.html import html_text
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 from orbax_t5x.transforms.base import AnyTransform
@@ -432,7 +433,7 @@ class RestorePlan(Generic[_Restored]):
         return _plan_page(self).text()
 
     def _repr_html_(self) -> str:
-        return _plan_page(self).html()
+        return html_text(str(self))
 
     def __repr__(self) -> str:
         counts = collections.Counter([entry.action for entry in self.entries])

@@ -156,17 +156,17 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
     chain = (transforms,) if is_single else () if transforms is None else transforms
     if not is_sequence(chain):  # nor a generator
         raise TypeError(f"transforms is {_of_type(chain)}; pass a list of transforms of ot.transforms, or functions")
-    chain = [FoundRules() if isinstance(step, str) and step == AUTO else step for step in expanded(chain)]
-    if sum(isinstance(step, FoundRules) for step in chain) > 1:
+    steps: list[Any] = [FoundRules() if isinstance(step, str) and step == AUTO else step for step in expanded(chain)]
+    if sum(isinstance(step, FoundRules) for step in steps) > 1:
         raise TypeError(f"{AUTO!r} stands twice in a list of transforms; it finds all rules where it stands once")
-    for transform in chain:
+    for transform in steps:
         if isinstance(transform, type) and issubclass(transform, Transform):
             raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
         if (pack := _pack_of(transform)) is not None:
             raise TypeError(f"{pack} is a function that makes a rule pack; pass what it makes: {_call_of(pack)}")
         if not callable(transform):
             raise TypeError(f"{transform!r} is no transform; {_instead_of(transform)}")
-    return tuple(chain)
+    return tuple(steps)
 
 
 def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:

@@ -1,4 +1,4 @@
-"""Many problems as a few lines or as HTML.
+"""Many problems as a few lines.
 
 Problems of a kind that differ only in a number or in the leaf share an entry. The lines are always fewer than
 `MOST_LINES`: every kind keeps its first entries, and a line counts the problems that are not shown. A long list inside
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
-from orbax_t5x.text.code import calls_code, code_lines, code_of
+from orbax_t5x.text.code import code_lines
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.fold import Folded, fold
-from orbax_t5x.text.html import html_code, html_fragment, html_items, html_list, html_paragraph
-from orbax_t5x.text.masked import masked
 from orbax_t5x.text.problem import Problem
 from orbax_t5x.text.table import wrapped
 from orbax_t5x.text.wording import counted, leaves_text, plain, with_full_stop
@@ -31,8 +29,6 @@ _LONGEST_FIX = 300
 _AS_ABOVE = "as above"
 _CODE_INDENT = "  "
 _CODE = re.compile(r"(?:transforms|fallback_for)=\[")
-# A notebook scrolls.
-_MOST_HTML_ITEMS = 40
 
 
 @dataclasses.dataclass(slots=True)
@@ -151,45 +147,3 @@ def _is_code(line: str) -> bool:
 def _cut_text(text: str, most_characters: int | None) -> str:
     left = 0 if most_characters is None else len(text) - most_characters
     return text if left <= 0 else f"{text[:most_characters]}… ({left:,} characters more)"
-
-
-def problems_page(problems: Sequence[Problem], heading: str) -> str:
-    """Returns the list under a heading, as a region of a page."""
-    return html_fragment([html_paragraph(heading, bold=True), problems_html(problems)], "problems")
-
-
-def problems_html(problems: Sequence[Problem]) -> str:
-    """Returns the list; a sentence counts the problems that are not shown."""
-    groups = list(problem_groups(problems))
-    most_characters = None if len(problems) == 1 else _MOST_CHARACTERS
-    shown = html_items("".join(_group_html(group, most_characters)) for group in groups[:_MOST_HTML_ITEMS])
-    left = sum(group.count for group in groups[_MOST_HTML_ITEMS:])
-    return shown + (html_paragraph(f"… and {counted(left, 'problem')} more: see `.problems`") if left else "")
-
-
-def _group_html(group: ProblemGroup, most_characters: int | None) -> Iterator[str]:
-    yield html_paragraph(masked(group.sentence(most_characters)), before=f"[{group.kind}] ")
-    if len(group.leaves) > 1:
-        yield html_list((masked(row.label) for row in group.leaves), leaves_text(group.count))
-    fix = group.first.fix
-    if fix is None:
-        return
-    codes = [code for code in map(_code_of, fix.ways) if code]
-    if len(codes) < len(fix.ways) or any(way.words or way.rule or way.removed for way in fix.ways):
-        yield html_paragraph(masked(f"Fix: {group.fix}"))
-    else:
-        yield html_paragraph(f"Fix: add to the call{', one of these' if len(codes) > 1 else ''}")
-    yield from (html_code(masked(code)) for code in codes)
-
-
-def _code_of(fix: Fix) -> str:
-    """Returns the code for the call, empty for advice in words."""
-    lines: list[str] = []
-    if fix.transforms:
-        others = "*transforms, " if fix.to_others else ""
-        lines.append(f"transforms=[{others}{calls_code(fix.transforms)}],")
-    if fix.arguments:
-        lines += [f"{name}={'...' if value is ... else code_of(value)}," for name, value in fix.arguments.items()]
-    if fix.rule is not None:
-        lines.append(f"{fix.rule!r},")
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Reports as text for terminals, HTML for notebooks, and JSON."""
+"""Reports as text and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from orbax_t5x.text.fold import fold
-from orbax_t5x.text.html import html_code, html_fragment, html_list, html_paragraph, html_table
+from orbax_t5x.text.html import html_text
 from orbax_t5x.text.table import TableRow, name_lines, table_lines, terminal_width, wrapped
 from orbax_t5x.text.wording import leaves_text, plain
 
@@ -37,29 +37,15 @@ class Section:
         yield from (f"  {line}" for line in self.code)
         yield from [self.left_out] if self.left_out else ()
 
-    def html_parts(self, heads: TableRow) -> Iterator[str]:
-        """Returns the parts for a notebook."""
-        if self.names:
-            yield html_list(self.names, self.heading)
-        elif self.heading:
-            yield html_paragraph(f"{self.heading}:")
-        yield html_code("\n".join(self.code)) if self.code else ""
-        yield html_table(self.rows, heads)
-        yield html_paragraph(self.left_out) if self.left_out else ""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
     """Contents of a report, in the order of its text.
 
-    HTML begins with the title, or with `end` if there is no title.
-
     Attributes:
-      label: for readers of screens.
       heads: headings of the tables' columns.
     """
 
-    label: str
     heads: TableRow = _HEADS
     title: str = ""
     head: Sequence[str] = ()
@@ -78,15 +64,6 @@ class Page:
             lines += ["", "Warnings:"]
             lines += [line for text in self.warnings for line in wrapped(plain(text), width, "  - ", "    ")]
         return "\n".join([*lines, *(["", *wrapped(self.end, width, rest="  ")] if self.end else [])])
-
-    def html(self) -> str:
-        """Returns the page as an HTML fragment."""
-        parts = [html_paragraph(self.title or self.end, bold=True), *map(html_paragraph, self.head)]
-        if self.warnings:
-            parts.append(html_list(self.warnings, f"Warnings ({len(self.warnings)})", is_open=True))
-        parts += [part for section in self.sections for part in section.html_parts(self.heads)]
-        parts += [html_paragraph(self.end)] if self.title and self.end else []
-        return html_fragment(parts, self.label)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +85,7 @@ class Report:
         return self.page().text()
 
     def _repr_html_(self) -> str:
-        return self.page().html()
+        return html_text(str(self))
 
 
 class ReportedLeaf(Protocol):

@@ -41,7 +41,7 @@ from orbax_t5x.readers.ranges.windowed import WindowGrid, union_runs
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from orbax_t5x.readers.tf_bundle.sstable import Table
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, same_bits
-from tests.fuzz import conversions, mutations
+from tests.fuzz import mutations
 from tests.fuzz.mutations import ChangeBytes, Mutation
 from tests.support import torch_files
 from tests.support.bundle_writer import block, bundle_of, entry, header, sealed, shard_path, table, table_of_blocks
@@ -774,8 +774,6 @@ TARGETS: dict[str, Target] = {
     "ocdbt": Target(_ocdbt, _manifests, mutations.resealed_ocdbt),
     "names": Target(_names, _some_names, _only_bytes),
     "formats": Target(_formats, _some_files, _only_bytes),
-    "journal": Target(conversions.journal, conversions.journals, conversions.edited_lines),
-    "work_directory": Target(conversions.work_directory, conversions.work_directories, mutations.edited_json),
     "byte_runs": Target(_byte_runs, _some_boxes, _only_bytes),
     "web_answer": Target(_web_answer, _web_answers, _only_bytes),
 }

@@ -41,7 +41,6 @@ def test_examples_run(page, goldens, tmp_path, monkeypatch):
             exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
         outputs.append((block, page_outputs.cleaned(printed.getvalue(), paths)))
     page_outputs.compare(page, outputs)
-    page_outputs.compare_tables(page, names, paths)
 
 
 @pytest.mark.slow

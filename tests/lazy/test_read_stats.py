@@ -1,4 +1,4 @@
-"""Counters of one execution, filled from many threads and in scopes."""
+"""Counters of one execution, filled from many threads."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,15 +22,3 @@ def test_ranges_are_those_of_each_leaf_in_the_order_they_came():
     stats.ranges(second).clear()
     assert len(stats.ranges(second)) == 1, "a caller changed what is recorded"
     assert stats.ranges(object()) == []
-
-
-def test_a_scope_has_ranges_of_its_own_and_counts_for_the_whole():
-    whole = ReadStats("full")
-    scope = whole.scoped()
-    scope.count(5)
-    whole.count(7)
-    scope.add_range("leaf", ChecksummedRange(0, 1, 9))
-    assert (scope.bytes_read, whole.bytes_read, scope.verify) == (5, 12, "full")
-    assert whole.ranges("leaf") == [] and scope.ranges("leaf") != []
-    assert scope.execution is scope.scoped().execution is whole
-    assert scope.decoding is whole.decoding

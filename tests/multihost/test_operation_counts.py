@@ -45,7 +45,7 @@ SCRIPT = """
 
     operations = {
         # First, because loads of v1 wait until all processes have counted as many operations.
-        "convert": lambda source: ot.convert(source, f"{folder}/converted", overwrite=True),
+        "convert": lambda source: process or ot.convert(source, f"{folder}/converted", overwrite=True),
         "plan": lambda source: ot.plan_restore(source, arrays),
         "restore": lambda source: ot.restore(source, arrays),
         "load_and_transform": lambda source: ot.v1.load_and_transform(source, arrays),

@@ -1,8 +1,5 @@
 """A run that goes on with another number of processes each time, and Orbax's own managers for pods."""
 
-import re
-from pathlib import Path
-
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -73,21 +70,3 @@ def test_managers_of_orbax_for_pods(tmp_path):
     assert first["replica"] and second["replica"]
     # The first slice writes the persistent step, the other one its own.
     assert (first["emergency"], second["emergency"]) == ([], ["1/state/_METADATA"])
-
-
-def test_each_wait_for_other_processes_ends_when_one_is_lost():
-    """Each function of the package that waits for other processes is called in one place, which watches heartbeats."""
-    waits = re.compile(
-        r"process_allgather|sync_global|broadcast_one_to_all|assert_equal\(|wait_at_barrier|blocking_key_value"
-        r"|_exchange_slots\(|global_max"
-    )
-    package = Path(ot.__file__).parent
-    found = {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        if any(waits.search(line) and "import" not in line for line in path.read_text().splitlines())
-    }
-    collectives = "multihost/collectives.py"
-    assert found == {collectives, "multihost/coordination.py"}
-    text = (package / collectives).read_text()
-    assert text.count("_exchange_slots(buffer, ") == text.count("collective(lambda: _exchange_slots(buffer, ") == 1

@@ -64,7 +64,6 @@ def told(bundle, matrices, tmp_path_factory):
         "rest": ("restore_first_rows", rest, *matrices),
         "one fails": ("restore_where_one_fails", bundle),
         "saved": ("save_and_restore", bundle, folder / "root"),
-        "slow": ("restore_where_one_is_slow", bundle),
     }
     results = run_job(2, "in_turn", json.dumps(cases, default=str))
     return {"root": folder / "root", **{name: [result[name] for result in results] for name in cases}}
@@ -136,25 +135,8 @@ def test_a_process_that_can_not_read_ends_the_others_too(told):
 @pytest.mark.parametrize("where", ["reading", "planning"])
 def test_a_process_that_dies_ends_the_others_with_an_error_that_names_the_checkpoint(bundle, where):
     survivor, _ = run_job(2, "restore_where_one_dies", bundle, where, killed=[1])
-    # On a busy machine the silence of its key is noticed before its connection's end.
-    assert survivor["error"] == "CheckpointIOError"
-    assert "has died" in survivor["text"] or "process 1 has sent no heartbeat" in survivor["text"]
+    assert survivor["error"] == "CheckpointIOError" and "has died" in survivor["text"]
     assert str(bundle) in survivor["path"]
-
-
-@pytest.mark.parametrize(("stopped", "where"), [(0, "reading"), (1, "planning")])
-def test_a_process_that_stops_ends_the_others_with_an_error(bundle, stopped, where):
-    """Process 0 holds the coordination service, which then does not answer either."""
-    results = run_job(2, "restore_where_one_stops", bundle, stopped, where, stopped=[stopped])
-    survivor = results[1 - stopped]
-    assert survivor["error"] == "CheckpointIOError"
-    said = f"process {stopped} has sent no heartbeat", "the coordination service of JAX has not answered"
-    assert said[0] in survivor["text"] or (stopped == 0 and said[1] in survivor["text"])
-    assert str(bundle) in survivor["path"]
-
-
-def test_a_slow_process_is_waited_for(told):
-    assert told["slow"] == [{"slow": False}, {"slow": True}]
 
 
 def test_save_and_restore_through_a_manager(bundle, told):

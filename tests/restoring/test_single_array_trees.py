@@ -9,8 +9,6 @@ from orbax.checkpoint.experimental import v1
 
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.operations.convert.orbax_output import OrbaxFormat
-from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from orbax_t5x.trees.flat import flatten
 
 VALUES = np.arange(4, dtype=np.float32)
@@ -122,21 +120,6 @@ def test_a_conversion_of_an_array_alone_is_one(alone, tmp_path, transforms):
         np.testing.assert_array_equal(read(tmp_path / "converted"), VALUES)
     assert ot.verify(tmp_path / "converted").status == "ok"
     assert ot.diff(alone, tmp_path / "converted", transforms).equal
-
-
-def test_a_killed_conversion_of_an_array_alone_is_gone_on_with(alone, tmp_path, monkeypatch):
-    """What stands is found under the keys that an array without a name has in a database."""
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OrbaxFormat, "finish", killed)
-        patch.setattr(WorkDirectory, "__exit__", lambda work, *exception: work._lock.close())
-        with pytest.raises(KeyboardInterrupt):
-            ot.convert(alone, tmp_path / "converted")
-    assert ot.convert(alone, tmp_path / "converted").kept_bytes == VALUES.nbytes
-    np.testing.assert_array_equal(ocp.PyTreeCheckpointer().restore(tmp_path / "converted"), VALUES)
 
 
 def test_an_array_alone_that_is_transformed_while_saving_is_saved_alone(tmp_path):

@@ -2,9 +2,9 @@
 
 `python -m tests.robustness.killed_pods [--times N] [--seed N]`.
 
-The processes plan, restore, verify, compare, convert and save, in a random order, until one of them gets SIGKILL. The
-others end with a `CheckpointError`, or are ended by JAX if process 0 held its coordination service; in a save, whose
-barriers are Orbax's, with any error. The newest step is at least the newest that was acknowledged to all, and whole.
+The processes plan, restore, verify, compare and save, in a random order, until one of them gets SIGKILL. The
+others end with a `CheckpointError`, or are ended by JAX; in a save, whose barriers are Orbax's, with any error. The
+newest step is at least the newest that was acknowledged to all, and whole.
 
 Processes are forks of one that has imported everything and computed nothing.
 """
@@ -38,12 +38,12 @@ from tests.support.xla import xla_flags
 _ENVIRONMENT = {"XLA_FLAGS": xla_flags(2), "ORBAX_T5X_STORE": "bucket"}
 
 # Modules are loaded once for all forks.
-_LOADED = (ot.restore, ot.plan_restore, ot.verify, ot.diff, ot.convert, ot.TrainStateHandler, ot.args.TrainStateSave)
+_LOADED = (ot.restore, ot.plan_restore, ot.verify, ot.diff, ot.TrainStateHandler, ot.args.TrainStateSave)
 _SHAPES = {f"w{number}": (64, 32 + number) for number in range(6)} | {"large": (512, 512)}
-PHASES = ("begun", "plan", "rows", "replicated", "verify", "diff", "convert", "resume", "save")
-# Of a typed error: 30 s are promised, and a busy machine may need more.
-_LIMIT_SECS = 60.0
-# Survivors are known to end by JAX's own heartbeat, after 100 s, in the barriers of Orbax.
+PHASES = ("begun", "plan", "rows", "replicated", "verify", "diff", "resume", "save")
+# After which JAX ends those that wait for a dead process, and how long it may take on a busy machine.
+_HEARTBEAT_SECS = 20
+_LIMIT_SECS = 90.0
 _HANG_SECS = 240.0
 
 
@@ -81,7 +81,8 @@ def target(spec: PartitionSpec) -> dict[str, jax.ShapeDtypeStruct]:
 def work(process: int, kill: Kill, port: int, folder: Path, seed: int, tell: Callable[[str], None]) -> None:
     """Does everything over and over, in an order that the processes share."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", kill.count, process, initialization_timeout=300)
+    times = {"initialization_timeout": 300, "heartbeat_timeout_seconds": _HEARTBEAT_SECS}
+    jax.distributed.initialize(f"127.0.0.1:{port}", kill.count, process, **times)
     source, order = folder / "model.safetensors", random.Random(seed)
     rows = target(PartitionSpec("x"))  # makes JAX's backend, for which JAX itself waits
     tell("begun")
@@ -100,7 +101,6 @@ def work(process: int, kill: Kill, port: int, folder: Path, seed: int, tell: Cal
             "replicated": lambda: ot.restore(source, target(PartitionSpec()), broadcast=True),
             "verify": lambda: ot.verify(source),
             "diff": lambda: ot.diff(source, source),
-            "convert": lambda: ot.convert(source, folder / "converted", overwrite=True),
             "resume": lambda: ot.restore_or_initialize(manager, rows, init_from=source),
             "save": save,
         }
@@ -223,10 +223,10 @@ def run(kill: Kill, folder: Path, seed: int) -> dict[int, Outcome]:
 
 def is_foreseen(kill: Kill, outcome: Outcome) -> bool:
     """Reports whether a survivor may end so."""
-    if outcome.kind == "typed" and outcome.seconds < _LIMIT_SECS:
+    if outcome.kind in ("typed", "signal") and outcome.seconds < _LIMIT_SECS:
         return True
     if kill.victim == 0:
-        return outcome.kind in ("signal", "JaxRuntimeError")  # JAX's service has gone with it
+        return outcome.kind == "JaxRuntimeError"  # JAX's service has gone with it
     # Orbax's barriers, and those of its managers; no process waits for others in a plan, and goes on to a save.
     return bool({kill.phase, outcome.phase} & {"save", "begun"}) and outcome.kind != "hang"
 

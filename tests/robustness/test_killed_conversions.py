@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 KILLS = 10
 
 
-def test_a_conversion_goes_on_after_a_kill_at_any_moment():
+def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one():
     """In a process of its own: children are forked from it, which is safe only before JAX has a backend."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.robustness.killed_conversions", "--times", str(KILLS), "--seed", "11"],
@@ -26,5 +26,4 @@ def test_a_conversion_goes_on_after_a_kill_at_any_moment():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rounds = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
-    assert sum(kills for _, _, kills, _, _ in rounds) >= KILLS
-    assert any(kept for _, _, _, kept, _ in rounds), rounds
+    assert sum(kills for _, kills in rounds) >= KILLS

@@ -18,7 +18,7 @@ from tests.fuzz import corpus, targets
 from tests.fuzz.targets import TARGETS, Contents
 
 # The errors of a reader's parts, which no public call is given.
-_PARTS = {"sstable", "snappy", "proto", "byte_runs", "journal", "work_directory"}
+_PARTS = {"sstable", "snappy", "proto", "byte_runs"}
 
 
 def opened(call):

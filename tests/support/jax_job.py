@@ -52,7 +52,7 @@ def run_processes(
     count: int,
     *,
     killed: Collection[int] = (),
-    stopped: Collection[int] = (),
+    aborted: Collection[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Runs Python code in several processes, and returns what they print.
@@ -64,7 +64,7 @@ def run_processes(
       work_of: the code of a process and its `sys.argv[1:]`, from its index and the coordinator's address.
       count: of processes.
       killed: those that are killed on the way, by themselves or each other.
-      stopped: those that stop, and are killed when the others have ended.
+      aborted: those that JAX ends.
       environment: variables beside the caller's.
     """
     sys.audit("os.fork")  # is raised in the process that forks these alone; fast tests are skipped by it
@@ -81,16 +81,14 @@ def run_processes(
             for worker in workers:
                 worker.start()
             guard = time.monotonic() + _TIMEOUT_SECS
-            for index in sorted(range(count), key=lambda index: index in stopped):
-                if index in stopped:
-                    workers[index].kill()
-                workers[index].join(max(0.0, guard - time.monotonic()))
+            for worker in workers:
+                worker.join(max(0.0, guard - time.monotonic()))
         finally:
             for worker in workers:
                 worker.kill()
                 worker.join()
         for index, worker in enumerate(workers):
-            expected = -signal.SIGKILL if index in {*killed, *stopped} else 0
+            expected = -signal.SIGKILL if index in killed else -signal.SIGABRT if index in aborted else 0
             assert worker.exitcode == expected, printed[index][1].read_text(errors="replace")[-4000:]
         return [output.read_text() for output, _ in printed]
 
@@ -161,10 +159,10 @@ def run_script(
     return [[json.loads(line) for line in mine] for mine in lines]
 
 
-def run_job(count, job, *arguments, killed=(), stopped=()) -> list[Any]:
+def run_job(count, job, *arguments, killed=(), aborted=()) -> list[Any]:
     """What each process of a job of `tests.multihost.jobs.multiprocess_worker` tells.
 
-    None for those that are killed, or that stop: these are killed when the others have ended.
+    None for those that are killed, or that JAX ends.
     """
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder) / f"{index}.json" for index in range(count)]
@@ -173,8 +171,8 @@ def run_job(count, job, *arguments, killed=(), stopped=()) -> list[Any]:
             worker = run_module("tests.multihost.jobs.multiprocess_worker")
             return worker, [job, coordinator, count, index, results[index], *arguments]
 
-        run_processes(work_of, count, killed=killed, stopped=stopped)
+        run_processes(work_of, count, killed=killed, aborted=aborted)
         return [
-            None if index in {*killed, *stopped} else json.loads(result.read_text())
+            None if index in {*killed, *aborted} else json.loads(result.read_text())
             for index, result in enumerate(results)
         ]

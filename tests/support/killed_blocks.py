@@ -1,4 +1,4 @@
-"""Conversions that are killed after some blocks, and the checks of what they resume."""
+"""Conversions that are killed after some blocks, and the checks of the next ones."""
 
 import numpy as np
 import orbax.checkpoint as ocp

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 # An output's columns on a page: what a code block of the site shows without scrolling.
 COLUMNS = 88
@@ -36,16 +35,6 @@ def cleaned(output: str, paths: Mapping[str, str]) -> str:
         output = output.replace(path, shown)
     output = re.sub(r"\b\d+\.\d+ s\b", "0.1 s", output).replace("PartitionSpec(", "P(")
     return "".join(line.rstrip() + "\n" for line in output.splitlines())
-
-
-def compare_tables(page: Path, names: Mapping[str, Any], paths: Mapping[str, str]) -> None:
-    """Asserts that a file `NAME.html` that the page includes is how the page's value of that name shows itself."""
-    for file in re.findall(r"^:file: (.*/\w+\.html)$", page.read_text(), re.MULTILINE):
-        path = (page.parent / file).resolve()
-        real = cleaned(names[path.stem]._repr_html_(), paths)
-        if os.environ.get("WRITE_OUTPUTS"):
-            path.write_text(real)
-        assert path.read_text() == real, f"{path} is another table by now: `make outputs` writes it"
 
 
 def is_shown(shown: str, real: str) -> bool:

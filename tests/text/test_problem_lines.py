@@ -4,7 +4,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.text.problem_lines import problem_lines, problems_html
+from orbax_t5x.text.problem_lines import problem_lines
 
 T = ot.transforms
 
@@ -30,33 +30,6 @@ def test_other_fixes_are_apart(one, other):
 
 def test_a_fix_of_no_leaf_is_that_of_all():
     assert lines({"a": Fix("an a"), "n": Fix("an a")})[1] == "  Fix: an a"
-
-
-def test_alike_problems_are_one_item_with_their_leaves():
-    text = problems_html([Problem("missing", f"layers_{i}/<w>", "lorem", Fix("ipsum")) for i in range(3)])
-    assert text.count("<ol>") == 1 and "<b>[missing] </b>layers_{0…2}/&lt;w&gt; ×3: lorem." in text
-    assert "<p>Fix: ipsum</p>" in text and "<pre>" not in text
-
-
-@pytest.mark.parametrize(
-    ("fix", "codes"),
-    [
-        (Fix.adding(T.Drop(["a"]), to_others=True), ["transforms=[*transforms, ot.transforms.Drop([&#x27;a&#x27;])],"]),
-        (Fix.setting("pass {}", strict=False), ["strict=False,"]),
-        (Fix.setting("give {} values", fallback=...), ["fallback=...,"]),
-        (Fix.writing("x", "y"), ["(&#x27;x&#x27;, &#x27;y&#x27;),"]),
-        (Fix.any_of(Fix.setting("pass {}", strict=False), Fix("or not")), ["strict=False,"]),
-    ],
-)
-def test_what_can_be_pasted_is_code(fix, codes):
-    text = problems_html([Problem("leftover", "a", "lorem", fix)])
-    assert [part.partition("</code>")[0] for part in text.split("<pre><code>")[1:]] == codes
-
-
-def test_many_problems_are_counted():
-    words = [chr(97 + i // 26) + chr(97 + i % 26) for i in range(60)]
-    text = problems_html([Problem("rule", None, f"{word} {word}", None) for word in words])
-    assert text.count("<li>") == 40 and "and 20 problems more" in text
 
 
 def test_each_kind_keeps_three_entries():

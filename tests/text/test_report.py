@@ -1,6 +1,7 @@
-"""Reports: text, HTML and JSON have the same contents."""
+"""Reports as text, HTML and JSON."""
 
 import dataclasses
+import html
 import json
 import math
 
@@ -27,7 +28,7 @@ class Leaves(Report):
         sections = status_sections(self.leaves, {"bad": "broken leaves"}, lambda _: "int8[2]", lambda _, why: why)
         end = counts_text(self.leaves, {"bad": "broken", "good": "whole"})
         hidden = Section("names", names=["<one>", "two"], left_out="… and 3 more")
-        return Page("leaves", TableRow("leaf", "array"), "", ["from a\x1b"], [*sections, hidden], self.warnings, end)
+        return Page(TableRow("leaf", "array"), "", ["from a\x1b"], [*sections, hidden], self.warnings, end)
 
 
 REPORT = Leaves(
@@ -55,11 +56,8 @@ def test_text_has_every_part_in_order():
     assert str(Leaves(())).endswith("no leaves")
 
 
-def test_html_has_the_parts_of_the_text():
-    html = REPORT._repr_html_()
-    parts = ["3 leaves broken, 1 leaf whole", "careful", "broken leaves:", "layer_{0…2} ×3", "&lt;one&gt;", "3 more"]
-    places = [html.index(part) for part in parts]
-    assert places == sorted(places) and html.count("1 leaf whole") == 1 and "\x1b" not in html
+def test_html_is_the_escaped_text():
+    assert html.unescape(REPORT._repr_html_()) == f"<pre>{REPORT}</pre>" and "&lt;one&gt;" in REPORT._repr_html_()
 
 
 @pytest.mark.parametrize(("value", "shown"), [(math.inf, "inf"), (1j, "1j"), (1.5, 1.5), (None, None), (True, True)])

@@ -2,8 +2,8 @@
 
 Buckets cannot rename, so a checkpoint appears there object by object, in an order in which none opens that is not whole
 (`upload_order`). An object beside the destination, `.NAME.orbax-t5x-convert`, names the conversion that writes to it,
-what it puts there and what it replaces: it keeps other conversions away, and after a kill it tells its successor
-which objects are its own.
+what it puts there and what it replaces: it keeps other conversions away, and after a kill it tells the next
+conversion on this machine which objects are left of the killed one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import socket
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Sequence
@@ -42,8 +41,6 @@ from orbax_t5x.readers.orbax.steps import COMMIT_FILE, MANIFEST_FILE, STEP_METAD
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.text.wording import plain
 
-_logger = logging.getLogger(__name__)
-
 # Uploads under way at a time.
 _UPLOADS_AT_ONCE = 32
 # Far above the names of the files of any checkpoint. The object may be another writer's.
@@ -69,9 +66,7 @@ class _Marker(NamedTuple):
 
 
 class BucketDestination(Destination):
-    """A prefix of a bucket; only the primary process writes to it."""
-
-    is_shared = False
+    """A prefix of a bucket."""
 
     def __init__(self, url: str):
         parsed = BUCKETS.parse(BUCKETS.find(url))
@@ -80,7 +75,6 @@ class BucketDestination(Destination):
         self.name: str = f"{parsed.base}/{parsed.key}"
         self.target: Path = staging_directory(self.name)
         self._limit = MEMORY_LIMIT_BYTES
-        self._is_published = False
         self._bucket = open_kvstore(parsed.base)
         self._key = parsed.key
         parent, slash, last = parsed.key.rpartition("/")
@@ -122,12 +116,11 @@ class BucketDestination(Destination):
                 errno=errno.EBUSY,
             )
         # What a killed upload left in the bucket is known by its mark alone.
-        is_resumed = found is not None and bool(found.names or found.replaced)
+        work.keeps_owner = found is not None and bool(found.names or found.replaced)
         try:
             yield
         finally:
-            work.is_kept |= is_resumed and not self._is_published
-            if not work.is_kept:
+            if not work.keeps_owner:
                 with contextlib.suppress(CheckpointIOError):
                     self._delete([self._marker_key])
 
@@ -143,18 +136,12 @@ class BucketDestination(Destination):
         replaced = there - own | there.intersection(marker.replaced)
         names = sorted(own.union(files) - replaced)
         # From here on the objects in the bucket belong to this work directory.
-        work.is_kept = True
+        work.keeps_owner = True
         self._write_marker(marker._replace(names=names, replaced=sorted(replaced)))
-        same = {
-            name for name in own - replaced if name in files and not is_naming(name) and self._holds(name, files[name])
-        }
-        if same:
-            _logger.info("%s resumes a killed upload: %d files are there already", self.name, len(same))
-        for remove, send in upload_order(files, there, same):
+        for remove, send in upload_order(files, there):
             self._delete(self._object(name) for name in remove)
             self._send(send, files)
-        work.is_kept = False
-        self._is_published = True
+        work.keeps_owner = False
 
     # -- objects
 
@@ -165,10 +152,6 @@ class BucketDestination(Destination):
         prefix = f"{self._key}/"
         found = self._do("listing it", self._bucket.list(ts.KvStore.KeyRange(prefix, f"{self._key}0")))
         return sorted(name.decode("utf-8", "surrogateescape").removeprefix(prefix) for name in found)
-
-    def _holds(self, name: str, path: Path) -> bool:
-        """Reports whether an object has the contents of a file."""
-        return self._do("reading it back", self._bucket.read(self._object(name))).value == path.read_bytes()
 
     def _send(self, names: Iterable[str], files: dict[str, Path]) -> None:
         """Writes objects, many at a time within the memory limit."""
@@ -251,10 +234,10 @@ def is_naming(name: str) -> bool:
     return name in _NAMING
 
 
-def upload_order(new: Collection[str], there: Collection[str], same: Collection[str] = ()) -> list[Stage]:
+def upload_order(new: Collection[str], there: Collection[str]) -> list[Stage]:
     """Orders the replacement of some files by others."""
     naming = [name for name in _NAMING if name in new]
-    data = [name for name in new if not is_naming(name) and name not in same]
+    data = [name for name in new if not is_naming(name)]
     fresh = [name for name in data if name not in there]
     in_place = [name for name in data if name in there]
     old_naming = [name for name in reversed(_NAMING) if name in there]

@@ -62,7 +62,7 @@ class LogitsReport(Report):
             f"maximal difference {self.max_abs:.3g}, relative to the largest logit {self.max_rel:.3g}",
             f"the most likely token is the same at {self.same_top} of {sequences * length} positions",
         ]
-        return Page("logits", title=title, head=head)
+        return Page(title=title, head=head)
 
 
 def compare_logits(

@@ -20,9 +20,7 @@ _SHOWN_FILES = 5
 
 
 class HubDestination(Destination):
-    """A directory of a repository; only the primary process writes to it."""
-
-    is_shared = False
+    """A directory of a repository."""
 
     def __init__(self, url: str):
         self._wanted = parse_hub_path(url)
@@ -49,7 +47,6 @@ class HubDestination(Destination):
         files = {self._below + path.name: path for path in written.iterdir()}
         parent = self._find_commit()
         old = [self._below + name for name in self._names(parent) if WEIGHTS.fullmatch(name)]
-        work.is_kept = True
         message = f"Add {self._below}{'' if self._below else 'a model as '}safetensors files"
         with typed_hub_errors(self.name):
             commit_files(self._wanted, parent.revision, message, files, [name for name in old if name not in files])
@@ -59,7 +56,6 @@ class HubDestination(Destination):
         if lost:
             shown = listed([repr(name) for name in lost], _SHOWN_FILES)
             raise CheckpointIOError(f"the hub did not take {shown}; is there a .gitignore?", path=self.name)
-        work.is_kept = False
 
     def _find_commit(self) -> Commit:
         with typed_hub_errors(self.name):

@@ -2,11 +2,10 @@
 
 It is written leaf by leaf and chunk by chunk. The source is planned like a restore of everything, so transforms compose
 views, and nothing is read before everything is known to be storable. Then blocks of views are written into a directory
-beside the destination, under a hidden name, and noted in a journal when they are on disk; checksums of the source are
-compared; at the end everything is synced and moved to the destination, which is unchanged until then. A failure or an
-interrupt leaves nothing. A kill, or an interrupt while other processes may be writing, leaves that directory, and the
-same conversion, called again, verifies the blocks in it and writes the rest. Memory: `memory_limit_bytes` in each
-process, whatever the size of a leaf, as long as the source's own chunks are smaller.
+beside the destination, under a hidden name; checksums of the source are compared; at the end everything is synced and
+moved to the destination, which is unchanged until then. A failure or an interrupt leaves nothing. A kill leaves that
+directory, which the next conversion to the destination empties: it starts again. Memory: `memory_limit_bytes`, whatever
+the size of a leaf, as long as the source's own chunks are smaller.
 """
 
 from __future__ import annotations
@@ -19,14 +18,17 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
+import jax
+import orbax.checkpoint as ocp
+
 from orbax_t5x.concurrency import guarded, is_meant_for_caller
 from orbax_t5x.concurrency.cleanup import Cleanup, call_with_cleanup
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import check_memory_limit
 from orbax_t5x.files.paths import url_scheme, whole_url
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.multihost.heartbeat import announce_exit
+from orbax_t5x.multihost.coordination import has_backend, service_process_id
+from orbax_t5x.multihost.rendezvous import collective_operation
 from orbax_t5x.operations.convert.destination import Destination, LocalDestination
 from orbax_t5x.operations.convert.job import FORMATS, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
@@ -56,8 +58,6 @@ class ConvertReport(Report):
       bytes: of their data, decoded.
       seconds: wall time.
       skipped: (shape, dtype name) of the leaves that were left out because the format cannot store them, by name.
-      kept_bytes: how many of the bytes an earlier conversion had written before it was killed; they were verified and
-        not written again.
       rules: the transforms that were applied, as text; none that the source's record has already.
     """
 
@@ -67,7 +67,6 @@ class ConvertReport(Report):
     bytes: int
     seconds: float
     skipped: Mapping[str, tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
-    kept_bytes: int = 0
     rules: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -78,11 +77,10 @@ class ConvertReport(Report):
     def page(self) -> Page:
         """Returns the contents for people."""
         title = f"{leaves_text(self.leaves)} ({size_text(self.bytes)}) in {self.destination}, in {self.seconds:.1f} s"
-        kept = f"{size_text(self.kept_bytes)} of it was written already by a conversion that was killed"
         what = "safetensors files" if self.format == "safetensors" else "Orbax"
         names = [plain(f"{name}  {array_text(dtype, shape)}") for name, (shape, dtype) in self.skipped.items()]
         sections = [Section(f"left out, because {what} cannot store it", names=names)] if names else []
-        return Page("conversion", title=title, head=[kept] if self.kept_bytes else [], sections=sections)
+        return Page(title=title, sections=sections)
 
 
 _logger = logging.getLogger(__name__)
@@ -106,22 +104,14 @@ def convert(
     strict: bool = RestoreOptions.strict,
     item: str | None = RestoreOptions.item,
     limits: Limits | None = RestoreOptions.limits,
-    multiprocessing_options: AnyProcesses | None = RestoreOptions.multiprocessing_options,
 ) -> ConvertReport:
     """Writes a checkpoint as an Orbax item or safetensors files.
 
     `ocp.PyTreeCheckpointer().restore(destination)` reads the one; `from_pretrained(destination)` of Transformers the
     other, where names are Hugging Face's (see `orbax_t5x.rules.t5x_to_hf_t5`) and there is a config.json.
 
-    With several processes (`jax.distributed`) it is a collective call: every process makes it with the same arguments,
-    and writes its work share into a directory that all of them see. A leaf is written by one process, unless it is
-    larger than a share.
-
-    Called again with the same arguments after it was killed, it resumes: written blocks are read back and compared with
-    their checksums, and only the rest is written, by as many processes as there are now. Blocks in flight at the kill
-    are lost: in each process a quarter of `memory_limit_bytes` at most, and no more than one block for each core, or
-    16 MiB of smaller ones. It begins anew if the source has changed, if other blocks would be written, and if that
-    cannot be known: for sources by URL or in memory, and arrays that a function computes.
+    It is a call of one process; in a job of several (`jax.distributed`) the others neither take part nor wait. Called
+    again after it was killed, it starts again.
 
     Args:
       source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, an `orbax_t5x.Source` with transforms of its
@@ -137,26 +127,25 @@ def convert(
         Safetensors files without such names hold only model parameters.
       overwrite: replace a checkpoint of that format (or an empty directory) that is there; nothing else is ever
         replaced. Between two renames nothing is there; a kill in that moment is mended by the next conversion.
-      memory_limit_bytes: host memory of a process for data in flight, 256 MiB by default. Arrays are written in blocks
+      memory_limit_bytes: host memory for data in flight, 256 MiB by default. Arrays are written in blocks
         of one chunk: an eighth of the limit, 1 MiB at least and 16 MiB at most, or a chunk of the source, which is
         never cut. A block takes four times its size; one that takes more than the limit is written by itself.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time, with the bytes that
-        this process has to write; "bar" shows a bar on a terminal.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
+        terminal.
       on_unsupported: "error": leaves that the format cannot store are an error, by name, before anything is written.
         "skip": they are left out; their names, shapes and dtypes are in the report, and in an Orbax item's record.
       is_resuming: whether the transforms were applied already; None decides by the record in the source.
       strict: as in `orbax_t5x.restore`; without a target no leaf is left over.
       item: which item of an Orbax step.
       limits: what a file's headers may claim.
-      multiprocessing_options: the processes that convert together, as in `orbax_t5x.restore`.
 
     Returns:
       What was written.
 
     Raises:
       CheckpointIOError: the destination exists, or cannot be written; another conversion to it is running
-        (`errno.EBUSY`); another process of this one failed or died.
-      RestorePlanError: the transforms do not fit, or the processes were given different arguments.
+        (`errno.EBUSY`).
+      RestorePlanError: the transforms do not fit.
       UnsupportedCheckpointError: leaves that cannot be stored, no leaf at all, or another `format`.
       CheckpointError: the source cannot be opened or read, or its checksums do not hold; nothing was made.
 
@@ -165,13 +154,7 @@ def convert(
       >>> ocp.PyTreeCheckpointer().restore(directory / "t5x")["target"]["token_embedder"]["embedding"].shape
       (128, 16)
     """
-    options = RestoreOptions(
-        item=item,
-        is_resuming=is_resuming,
-        strict=strict,
-        limits=limits,
-        multiprocessing_options=multiprocessing_options,
-    )
+    options = RestoreOptions(item=item, is_resuming=is_resuming, strict=strict, limits=limits)
     writing = WriteOptions(format, dtype, overwrite, memory_limit_bytes, progress, on_unsupported)
     return convert_for(None, source, destination, transforms, options, writing)
 
@@ -200,25 +183,31 @@ def _convert(
     cleanup: Cleanup,
 ) -> ConvertReport:
     started = time.monotonic()
-    agreement = Agreement(options.multiprocessing_options, destination, "conversion", sends_errors=True)
-    with contextlib.ExitStack() as stack, agreement.planning():
+    with contextlib.ExitStack() as stack:
+        if jax.distributed.is_initialized():
+            processes = _this_process()
+            stack.enter_context(collective_operation(processes))
+            options = dataclasses.replace(options, multiprocessing_options=processes)
         _check_options(writing)
         chain = chain_of(transforms)
         place = _destination(destination)
         writing = place.options(writing)
         place.check(writing)
-        caller = Caller(agree=agreement.records, keeps_lineage=True)
-        plan = _plan(source, target, chain, options, writing.on_unsupported, caller, stack)
+        plan = _plan(source, target, chain, options, writing.on_unsupported, stack)
         for checkpoint in plan.checkpoints.values():
             place.check_apart(checkpoint)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
         with _typed(place.name):
-            written = ConversionJob(plan, place, writing, agreement).run(cleanup, on_progress)
+            written = ConversionJob(plan, place, writing).run(cleanup, on_progress)
     seconds = time.monotonic() - started
     rules = tuple(map(describe_transform, plan.rest))
-    return ConvertReport(
-        place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes, rules
-    )
+    return ConvertReport(place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, rules)
+
+
+def _this_process() -> AnyProcesses:
+    """Returns Orbax's options of a call by this process of a job alone."""
+    process = jax.process_index() if has_backend() else service_process_id()  # an index would wait for all backends
+    return ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
 
 
 def _text_of(destination: str | os.PathLike[str]) -> str:
@@ -292,15 +281,13 @@ def _plan(
     chain: tuple[Any, ...],
     options: RestoreOptions,
     on_unsupported: str,
-    caller: Caller,
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
-    announce_exit()
     sources = open_sources(source, options, stack)
     if on_unsupported == "skip":
         replaced = {name: _with_placeholders(checkpoint) for name, checkpoint in sources.checkpoints.items()}
         sources = dataclasses.replace(sources, checkpoints=replaced)
-    return plan_of(sources, target, chain, options, caller)
+    return plan_of(sources, target, chain, options, Caller(keeps_lineage=True))
 
 
 def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:

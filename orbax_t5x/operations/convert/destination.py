@@ -37,12 +37,10 @@ class Destination(Protocol):
     Attributes:
       name: the path or URL.
       target: the local directory that is made, or in whose place one is: the work directory is beside it.
-      is_shared: whether all processes of a job see the work directory; if not, the primary process alone writes.
     """
 
     name: str
     target: Path
-    is_shared: bool
 
     def options(self, writing: WriteOptions) -> WriteOptions:
         """Returns the options as this destination needs them."""
@@ -67,8 +65,6 @@ class Destination(Protocol):
 
 class LocalDestination(Destination):
     """A local directory."""
-
-    is_shared = True
 
     def __init__(self, path: str):
         if not path:

@@ -1,25 +1,23 @@
 """A plan's views as a plain Orbax item.
 
-Arrays are written block by block into OCDBT databases, one for each journal, as Orbax has one for each process of a
-save. At the end Orbax itself writes metadata, strings and constants, and merges the databases into the item's.
+Arrays are written block by block into an OCDBT database, as Orbax has one for each process of a save. At the end Orbax
+itself writes metadata, strings and constants, and merges the database into the item's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 from etils import epath
 
-from orbax_t5x.concurrency import Block, LoopThread, for_each_block, reader_pool, run_in_pool
+from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.files.durability import sync_directory
 from orbax_t5x.handlers.args import TrainStateSave
@@ -30,23 +28,19 @@ from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.save.type_table import StreamingTypeTable
 from orbax_t5x.handlers.type_handlers.checksums import RunningSaves
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers, StreamedLeaf
-from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, TensorStoreArray, own_context
-from orbax_t5x.lazy.box import box_slices
+from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, BlockOutput, TensorStoreArray, own_context
+from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.chunks import block_bytes, chunk_of
-from orbax_t5x.operations.convert.journal import JournalEntry, journals
-from orbax_t5x.operations.convert.ocdbt_files import remove_lock_files, remove_other_keys, remove_unreferenced
 from orbax_t5x.operations.convert.output_format import (
-    BLOCKS_DIRECTORY,
     OutputFormat,
+    PlannedArray,
     WriteOptions,
     WriteSummary,
     nothing_to_write,
 )
-from orbax_t5x.operations.convert.partition import PlannedArray, PlannedBlock
 from orbax_t5x.provenance.records import checked_lineage, skipped_from_metadata
 from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.readers.box_sums import array_crc
-from orbax_t5x.readers.orbax.steps import PROCESS_PREFIX
 from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.trees.flat import unflatten, unwrapped
@@ -78,112 +72,72 @@ class OrbaxFormat(OutputFormat):
             tree, writing.dtype, on_unsupported=writing.on_unsupported, memory_limit_bytes=writing.memory_limit_bytes
         )
         records = checked_lineage(plan.provenance)
-        self._limit = memory_limit(writing.memory_limit_bytes)
+        limit = memory_limit(writing.memory_limit_bytes)
+        self._context = own_context(limit)
+        self._sums: list[_BlockSum] = []
         self._prepared = prepare_save(args, records, StreamingTypeTable(GlobalTypeHandlers()), deferred=True)
-        self.arrays: Sequence[PlannedArray] = list(_arrays(self._prepared, block_bytes(self._limit, COPIES_PER_BLOCK)))
+        self.arrays: Sequence[PlannedArray] = list(_arrays(self._prepared, block_bytes(limit, COPIES_PER_BLOCK)))
 
-    def prepare(self, work: Path) -> None:
-        databases = work / BLOCKS_DIRECTORY
-        databases.mkdir(exist_ok=True)
-        for other in [entry for entry in work.iterdir() if entry.is_dir() and entry != databases]:
-            # A conversion was killed when its databases were in the item already.
-            for name in map(_database_name, journals(work)):
-                if (other / name).is_dir() and not (databases / name).exists():
-                    (other / name).rename(databases / name)
-            shutil.rmtree(other)
+    def prepare(self, blocks: Path) -> None:
+        """Does nothing: the database is made with its first block."""
 
-    def store(self, work: Path, number: int) -> _Database:
-        return _Database(work / BLOCKS_DIRECTORY, number, own_context(self._limit))
-
-    def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
-        directory = work / BLOCKS_DIRECTORY / _database_name(number)
-        durable: set[PlannedBlock] = set()
-        if blocks and directory.is_dir():
-            remove_lock_files(directory)
-            with LoopThread() as thread:
-                thread.run(
-                    self._check(_Database(work / BLOCKS_DIRECTORY, number, own_context(self._limit)), blocks, durable)
-                )
-        if durable:
-            remove_unreferenced(directory)
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
-        return durable
-
-    async def _check(self, database: _Database, blocks: Mapping[PlannedBlock, int], durable: set[PlannedBlock]) -> None:
-        async def check(block: PlannedBlock, crc: int) -> None:
-            if await database.crc(block) == crc:
-                durable.add(block)
-
-        reads = (
-            Block(functools.partial(check, block, crc), COPIES_PER_BLOCK * block.nbytes, block.nbytes, block.array.name)
-            for block, crc in blocks.items()
+    def output(self, blocks: Path, array: PlannedArray) -> BlockOutput:
+        info = ocp.type_handlers.ParamInfo(
+            name=array.key, parent_dir=epath.Path(blocks), is_ocdbt_checkpoint=True, ts_context=self._context
         )
-        await for_each_block(reads, self._limit)
-        if durable:
-            await remove_other_keys(
-                database.spec(next(iter(durable)).array)["kvstore"], database.context, _keys(durable)
-            )
+        spec = write_spec(info, array.view.shape, array.chunk, array.view.dtype, _database_number())
+        return _SummedArray(array, TensorStoreArray(spec, self._context), self._sums)
 
-    def finish(
-        self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
-    ) -> WriteSummary:
-        databases = [work / BLOCKS_DIRECTORY / _database_name(number) for number in numbers]
-        with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_only_this()) as checkpointer:
-            checkpointer.save(directory, args=_ItemSave(self._prepared, databases, entries))
+    def finish(self, blocks: Path, directory: Path) -> WriteSummary:
+        databases = list(blocks.iterdir())  # none for a tree without arrays
+        with _UncountedCheckpointer(_ItemHandler(), multiprocessing_options=_only_this()) as checkpointer:
+            checkpointer.save(directory, args=_ItemSave(self._prepared, databases, self._sums))
         sync_directory(directory)
         with open_checkpoint(directory, format="orbax") as written:
             skipped = skipped_from_metadata(written.metadata, path=written.path)
             kept = [view for name, view in written.leaves.items() if name not in skipped]
             return WriteSummary(len(kept), sum(view.nbytes for view in kept), skipped)
 
-    def note_finished(self) -> None:
-        """Counts the save of `finish` as Orbax does."""
-        # In its barriers all processes must have counted alike.
-        with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_only_this()) as checkpointer:
-            checkpointer.synchronize_next_awaitable_signal_operation_id()
+
+class _BlockSum(NamedTuple):
+    """Checksum of a written box of an array."""
+
+    array: PlannedArray
+    box: Box
+    crc: int
 
 
-class _Database:
-    """Database of a journal; see `BlockStore`."""
+class _SummedArray(BlockOutput):
+    """Array in a database whose boxes are summed as they are written."""
 
-    def __init__(self, directory: Path, number: int, context: ts.Context):
-        self.context = context
-        self._directory = epath.Path(directory)
-        self._number = number
+    def __init__(self, array: PlannedArray, output: TensorStoreArray, sums: list[_BlockSum]):
+        self._array = array
+        self._output = output
+        self._sums = sums
 
-    def spec(self, array: PlannedArray) -> dict[str, Any]:
-        """Returns the TensorStore spec of an array in this database."""
-        info = ocp.type_handlers.ParamInfo(
-            name=array.key, parent_dir=self._directory, is_ocdbt_checkpoint=True, ts_context=self.context
-        )
-        return write_spec(info, array.view.shape, array.chunk, array.view.dtype, self._number)
+    async def write(self, box: Box, data: np.ndarray) -> None:
+        crc = await run_in_pool(reader_pool(), array_crc, data)
+        await self._output.write(box, data)
+        self._sums.append(_BlockSum(self._array, box, crc))
 
-    def output(self, array: PlannedArray) -> TensorStoreArray:
-        return TensorStoreArray(self.spec(array), self.context)
 
-    def sync(self, arrays: Sequence[PlannedArray]) -> None:
-        """Does nothing: a write returns when the database has it on disk."""
+class _UncountedCheckpointer(ocp.Checkpointer):
+    """Checkpointer of a single process, whose save the other processes of a job do not count."""
 
-    async def crc(self, block: PlannedBlock) -> int | None:
-        """Computes a written block's checksum, or returns None."""
-        try:
-            opened = await ts.open(ts.Spec(self.spec(block.array)), open=True, context=self.context)
-            return await run_in_pool(reader_pool(), array_crc, await opened[box_slices(block.box)].read())
-        except (ValueError, OSError):
-            return None
+    def synchronize_next_awaitable_signal_operation_id(self) -> None:
+        """Does nothing: barriers of later saves and loads need equal counts on all processes."""
 
 
 @dataclasses.dataclass(eq=False)
 class _ItemSave(ocp.args.CheckpointArgs):
     """Arguments of an item's save.
 
-    Its prepared tree, and the databases and blocks with its arrays.
+    Its prepared tree, and the database of its arrays with their checksums.
     """
 
     prepared: PreparedSave
     databases: Sequence[Path]
-    entries: Mapping[PlannedBlock, JournalEntry]
+    sums: Sequence[_BlockSum]
 
 
 class _ItemHandler(ocp.CheckpointHandler):
@@ -200,7 +154,7 @@ class _ItemHandler(ocp.CheckpointHandler):
         self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=_only_this())
 
     def save(self, directory: epath.Path, args: _ItemSave) -> None:
-        """Writes what the databases lack, and moves them into the item."""
+        """Writes what the database lacks, and moves it into the item."""
         prepared = args.prepared
         item = ocp.args.PyTreeSave(
             item=prepared.tree, save_args=prepared.save_args, custom_metadata=prepared.custom_metadata
@@ -209,9 +163,8 @@ class _ItemHandler(ocp.CheckpointHandler):
             self._orbax.save(directory, args=item)
             for database in args.databases:
                 os.rename(database, directory / database.name)
-            for block, entry in args.entries.items():
-                view = block.array.view
-                sums.add(block.array.key, view.shape, view.dtype.name, block.box, entry.crc)
+            for array, box, crc in args.sums:
+                sums.add(array.key, array.view.shape, array.view.dtype.name, box, crc)
             write_sums(directory, [sums.encode()])
 
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
@@ -219,7 +172,7 @@ class _ItemHandler(ocp.CheckpointHandler):
         raise NotImplementedError
 
     def finalize(self, directory: epath.Path) -> None:
-        """Merges the databases, and makes everything durable."""
+        """Merges the database, and makes everything durable."""
         self._orbax.finalize(directory)
         check_merged(directory)
         sync_tree(directory)
@@ -232,21 +185,9 @@ class _ItemHandler(ocp.CheckpointHandler):
 ocp.args.register_with_handler(_ItemHandler, for_save=True, for_restore=True)(_ItemSave)
 
 
-def _database_name(number: int) -> str:
-    """Names a database's directory as Orbax does."""
-    return f"{PROCESS_PREFIX}{number}"
-
-
-def _keys(blocks: set[PlannedBlock]) -> set[str]:
-    """Lists the keys of blocks and of their arrays' metadata."""
-    keys: set[str] = set()
-    for block in blocks:
-        # A tree that is one array has no key.
-        below = f"{block.array.key}/" if block.array.key else ""
-        keys.add(f"{below}.zarray")
-        indices = [start // size for (start, _), size in zip(block.box, block.array.chunk, strict=True)]
-        keys.add(f"{below}{'.'.join(map(str, indices)) or '0'}")
-    return keys
+def _database_number() -> int:
+    """Returns a number that is not that of the database which Orbax itself writes."""
+    return jax.process_index() + 1
 
 
 def _arrays(prepared: PreparedSave, most: int) -> Iterator[PlannedArray]:

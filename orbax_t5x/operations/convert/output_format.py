@@ -1,28 +1,24 @@
 """Interface between a conversion and an output format.
 
-Options, the arrays to write, and the steps of writing. The work directory of a conversion holds journals, and beside
-them the format's own files. Blocks go into files that belong to one journal, by its number, so that two processes, or
-one after a killed one, never write the same bytes.
+Options, the arrays to write and their blocks, and the steps of writing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.type_handlers.stream import BlockOutput
-from orbax_t5x.operations.convert.journal import JournalEntry
-from orbax_t5x.operations.convert.partition import PlannedArray, PlannedBlock
+from orbax_t5x.lazy import Box, View
+from orbax_t5x.lazy.box import box_size
+from orbax_t5x.lazy.chunks import grid_boxes
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import leaves_text
-
-BLOCKS_DIRECTORY = "blocks"
-"""The directory with the written blocks, in a work directory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,27 +45,38 @@ class WriteOptions:
 
 
 class WriteSummary(NamedTuple):
-    """Summary of the written directory.
-
-    Leaves, bytes, what was skipped, and what a killed conversion had written.
-    """
+    """Counts of a written checkpoint, and the leaves that were left out."""
 
     leaves: int
     bytes: int
     skipped: Mapping[str, tuple[tuple[int, ...], str]]
-    kept_bytes: int = 0
 
 
-class BlockStore(Protocol):
-    """The files to which a process writes its blocks."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedArray:
+    """Array to write under `key` in blocks of shape `chunk`."""
 
-    def output(self, array: PlannedArray) -> BlockOutput:
-        """Opens an array for writing blocks."""
-        ...
+    name: str
+    key: str
+    view: View
+    chunk: tuple[int, ...]
 
-    def sync(self, arrays: Sequence[PlannedArray]) -> None:
-        """Makes the written blocks of some arrays durable; blocks."""
-        ...
+
+class PlannedBlock(NamedTuple):
+    """Box of an array that is read and written at once: one chunk."""
+
+    array: PlannedArray
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return box_size(self.box) * self.array.view.dtype.itemsize
+
+
+def cut_into_blocks(arrays: Iterable[PlannedArray]) -> list[PlannedBlock]:
+    """Lists the blocks of all arrays, in order."""
+    return [PlannedBlock(array, box) for array in arrays for box in grid_boxes(array.view.shape, array.chunk)]
 
 
 class OutputFormat(Protocol):
@@ -85,38 +92,16 @@ class OutputFormat(Protocol):
     arrays: Sequence[PlannedArray]
     most_compression: int
 
-    def prepare(self, work: Path) -> None:
-        """Prepares a work directory for blocks.
+    def prepare(self, blocks: Path) -> None:
+        """Prepares an empty directory for blocks."""
 
-        A killed conversion to this format may have left anything in it.
-        """
+    def output(self, blocks: Path, array: PlannedArray) -> BlockOutput:
+        """Opens an array in that directory for writing."""
         ...
 
-    def store(self, work: Path, number: int) -> BlockStore:
-        """Returns the store of this journal's process."""
+    def finish(self, blocks: Path, directory: Path) -> WriteSummary:
+        """Makes the complete checkpoint of the written blocks, durably."""
         ...
-
-    def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
-        """Reads a journal's blocks; returns the sound blocks.
-
-        All other blocks of its number are removed.
-        """
-        ...
-
-    def finish(
-        self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
-    ) -> WriteSummary:
-        """Makes the complete checkpoint of written blocks, durably.
-
-        `numbers` are those of journals.
-        """
-        ...
-
-    def note_finished(self) -> None:
-        """Counts a call of `finish` by another process.
-
-        It does nothing if no library counts.
-        """
 
 
 def nothing_to_write(plan: RestorePlan) -> UnsupportedCheckpointError:

@@ -19,9 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.concurrency import await_to_end, reader_pool, run_in_pool
-from orbax_t5x.files.memory import empty_array
 from orbax_t5x.lazy import Box, ReadStats
-from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.ranges.windowed import union_runs
 from orbax_t5x.readers.safetensors.open import DTYPES, LENGTH_BYTES, METADATA_KEY
@@ -130,14 +128,6 @@ def create(file: PlannedFile, directory: Path) -> Path:
     return path
 
 
-def is_prepared(file: PlannedFile, path: Path) -> bool:
-    """Tests if a file has its header and its full size."""
-    if not path.is_file() or path.is_symlink() or path.stat().st_size != file.size:
-        return False
-    with path.open("rb") as opened:
-        return opened.read(len(file.head)) == file.head
-
-
 class TensorInFile:
     """Tensor in a file that `create` has made."""
 
@@ -170,17 +160,6 @@ class TensorInFile:
         finally:
             os.close(file)
 
-    def read(self, box: Box) -> np.ndarray:
-        """Reads a box back; blocks."""
-        out = empty_array(box_shape(box), self._tensor.dtype)
-        file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            for position, run in self._runs(box, out.reshape(-1).view(np.uint8).data):
-                _read_all(file, run, position)
-        finally:
-            os.close(file)
-        return out
-
     def _runs(self, box: Box, data: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Yields the file positions of a box with runs of `data`."""
         runs, _ = union_runs(self._tensor.shape, self._tensor.dtype.itemsize, [box], 0)
@@ -197,12 +176,3 @@ def _write_all(file: int, data: memoryview, position: int) -> None:
         written = os.pwrite(file, data, position)
         data = data[written:]
         position += written
-
-
-def _read_all(file: int, buffer: memoryview, position: int) -> None:
-    while buffer:
-        count = os.preadv(file, [buffer], position)
-        if not count:
-            raise EOFError(f"the file ends at byte {position}")
-        buffer = buffer[count:]
-        position += count

@@ -6,38 +6,33 @@ Each block is written to its final position.
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsupportedCheckpointError
-from orbax_t5x.files.durability import sync_directory, sync_path
+from orbax_t5x.files.durability import sync_directory
 from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.chunks import block_bytes, chunk_of
 from orbax_t5x.operations.convert import safetensors_layout
-from orbax_t5x.operations.convert.journal import JournalEntry
 from orbax_t5x.operations.convert.output_format import (
-    BLOCKS_DIRECTORY,
     OutputFormat,
+    PlannedArray,
     WriteOptions,
     WriteSummary,
     nothing_to_write,
 )
-from orbax_t5x.operations.convert.partition import PlannedArray, PlannedBlock
 from orbax_t5x.operations.convert.safetensors_layout import (
     INDEX_NAME,
     Tensor,
     TensorInFile,
     create,
     index_of,
-    is_prepared,
     unsupported_reason,
 )
-from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.targets import is_parameter_name
@@ -70,65 +65,28 @@ class SafetensorsFormat(OutputFormat):
         self._beside = writing.beside or {}
         most = block_bytes(memory_limit(writing.memory_limit_bytes), COPIES_PER_BLOCK)
         self.arrays: Sequence[PlannedArray] = [
-            PlannedArray(name, name, kept[name], chunk_of(kept[name], most), file.name)
+            PlannedArray(name, name, kept[name], chunk_of(kept[name], most))
             for file in self._files
             for name in file.starts
         ]
 
-    def prepare(self, work: Path) -> None:
-        files = work / BLOCKS_DIRECTORY
-        others = [entry for entry in work.iterdir() if entry.is_dir() and entry != files]
-        if others and not files.exists():
-            others.pop().rename(files)  # a conversion was killed when its files had their final name already
-        for other in others:
-            shutil.rmtree(other)
-        files.mkdir(exist_ok=True)
-        planned = {file.name: file for file in self._files}
-        for path in files.iterdir():
-            if path.name not in planned or not is_prepared(planned[path.name], path):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    def prepare(self, blocks: Path) -> None:
         for file in self._files:
-            if not (files / file.name).exists():
-                create(file, files)
+            create(file, blocks)
 
-    def store(self, work: Path, number: int) -> _SharedFiles:
-        return _SharedFiles(work / BLOCKS_DIRECTORY, self._starts(), self._tensors)
+    def output(self, blocks: Path, array: PlannedArray) -> TensorInFile:
+        file = next(file for file in self._files if array.key in file.starts)
+        return TensorInFile(blocks / file.name, file.starts[array.key], self._tensors[array.key])
 
-    def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
-        files = self.store(work, number)
-        return {block for block, crc in blocks.items() if array_crc(files.output(block.array).read(block.box)) == crc}
-
-    def finish(
-        self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
-    ) -> WriteSummary:
-        files, tensors = work / BLOCKS_DIRECTORY, list(self._tensors.values())
+    def finish(self, blocks: Path, directory: Path) -> WriteSummary:
+        tensors = list(self._tensors.values())
         if len(self._files) > 1:
-            (files / INDEX_NAME).write_bytes(index_of(self._files, tensors))
+            (blocks / INDEX_NAME).write_bytes(index_of(self._files, tensors))
         for name, data in self._beside.items():
-            (files / name).write_bytes(data)
-        sync_directory(files)
-        files.rename(directory)
+            (blocks / name).write_bytes(data)
+        sync_directory(blocks)
+        blocks.rename(directory)
         return WriteSummary(len(tensors), sum(tensor.nbytes for tensor in tensors), self._skipped)
-
-    def _starts(self) -> dict[str, tuple[str, int]]:
-        return {name: (file.name, start) for file in self._files for name, start in file.starts.items()}
-
-
-class _SharedFiles:
-    """Store of all processes' blocks in the same files."""
-
-    def __init__(self, directory: Path, starts: Mapping[str, tuple[str, int]], tensors: Mapping[str, Tensor]):
-        self._directory = directory
-        self._starts = starts
-        self._tensors = tensors
-
-    def output(self, array: PlannedArray) -> TensorInFile:
-        file, start = self._starts[array.key]
-        return TensorInFile(self._directory / file, start, self._tensors[array.key])
-
-    def sync(self, arrays: Sequence[PlannedArray]) -> None:
-        for file in {self._starts[array.key][0] for array in arrays}:
-            sync_path(self._directory / file)
 
 
 def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -115,7 +115,7 @@ class DiffReport(Report):
         heads = [f"a: {self.a}", f"b: {self.b}", *(f"a is mapped by {rule}" for rule in self.rules)]
         sections = status_sections(self.leaves, _HEADINGS, _arrays_text, lambda some, why: why or _values_text(some))
         columns = TableRow("leaf", "array", source="difference")
-        return Page("comparison", columns, "", heads, sections, self.warnings, self.summary())
+        return Page(columns, "", heads, sections, self.warnings, self.summary())
 
 
 def _arrays_text(leaf: LeafDiff) -> str:

@@ -85,4 +85,4 @@ class VerifyReport(Report):
             lambda _, why: "" if why in (HOLDS, NOTHING) else why,
         )
         heads = TableRow("leaf", "array", source="reason")
-        return Page("verification", heads, "", [f"{self.path}: {self.format}"], sections, end=self.summary())
+        return Page(heads, "", [f"{self.path}: {self.format}"], sections, end=self.summary())

@@ -153,4 +153,4 @@ def plan_page(plan: RestorePlan) -> Page:
     rows, placed = without_common_sharding(every_row)
     title, counts, reads = plan_heading(plan)
     sections = [Section(rows=rows, left_out=left_out), *name_sections(plan)]
-    return Page("restore plan", HEADS, title, [counts, reads + placed], sections, plan.warnings, plan_outcome(plan))
+    return Page(HEADS, title, [counts, reads + placed], sections, plan.warnings, plan_outcome(plan))

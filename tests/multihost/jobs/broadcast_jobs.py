@@ -239,19 +239,6 @@ def restore_where_one_dies(source):
         ot.restore(source, target, broadcast=True, memory_limit_bytes=1)
 
 
-def restore_where_one_stops(source):
-    """The second process is stopped between two rounds."""
-    worker.send_heartbeats_often()
-
-    def stop():
-        worker.end_silently(worker.stop)
-
-    with ot.open_checkpoint(source) as opened:
-        target = unflatten({key: placed(leaf.shape, leaf.dtype, "replicated") for key, leaf in opened.leaves.items()})
-    with _counting(20, stop if jax.process_index() == 1 else lambda: None):
-        ot.restore(source, target, broadcast=True, memory_limit_bytes=1)
-
-
 # -- what is made on the way
 
 

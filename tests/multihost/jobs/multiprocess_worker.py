@@ -12,12 +12,10 @@ import json
 import os
 import signal
 import sys
-import threading
 
 from tests.support.xla import xla_flags
 
 _DEVICES_EACH = 2
-_HANG_MS = 700_000
 if __name__ == "__main__":  # other modules of jobs, and so tests, import this one
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = xla_flags(_DEVICES_EACH)
@@ -30,8 +28,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
-from orbax_t5x.multihost import heartbeat
-from orbax_t5x.multihost.coordination import key_value_store
 from orbax_t5x.trees.flat import unflatten
 
 
@@ -160,91 +156,25 @@ def restore_where_one_dies(path, where):
 
     def die_here(*_):
         if jax.process_index() == 1:
-            if where == "planning":
-                end_silently(die)  # the others know of it by its heartbeats only
             die()
 
     if where == "reading":
         ot.restore(path, target, transforms, progress=die_here)
     else:
-        send_heartbeats_often()
         chain = [lambda state, target, *, is_resuming=False: die_here() or state, *transforms]
         ot.TrainStateHandler().restore(epath.Path(path), ot.args.TrainStateRestore(target, chain))
 
 
-def send_heartbeats_often():
-    """Shortens the time between heartbeats; and once another process ends, that after which it is taken for lost."""
-    heartbeat._BEAT_SECS = 0.2
-
-    def shorten_silence():
-        key_value_store().blocking_key_value_get("test/ends", _HANG_MS)
-        heartbeat._SILENT_SECS = 1.0
-        key_value_store().key_value_set("test/is shortened", "")
-
-    threading.Thread(target=shorten_silence, daemon=True).start()
-
-
-def end_silently(end):
-    """Ends or stops this process by a function, once the other one has read its heartbeats and would miss them soon."""
-    wait_for_heartbeats(5)
-    key_value_store().key_value_set("test/ends", "")
-    key_value_store().blocking_key_value_get("test/is shortened", _HANG_MS)
-    end()
-
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def restore_where_one_stops(path, stopped, where):
-    """One process is stopped while it reads, or while the processes agree on the plan."""
-    send_heartbeats_often()
-    stops = jax.process_index() == int(stopped)
-    target = state_target(path, PartitionSpec("x"))
-    transforms = [ot.transforms.Translate()]
-
-    def stop_here(*_):
-        if stops:
-            end_silently(stop)
-
-    if where == "reading":
-        ot.restore(path, target, transforms, progress=stop_here)
-    else:
-        handler = ot.TrainStateHandler()
-        chain = [lambda state, target, *, is_resuming=False: stop_here() or state, *transforms]
-        handler.restore(epath.Path(path), ot.args.TrainStateRestore(target, chain))
-
-
-def wait_for_heartbeats(count):
-    own = heartbeat._shared.heartbeat
-    assert own is not None
-    first = own.count
-    while own.count < first + count:
-        own._stopped.wait(0.01)
-
-
-def restore_where_one_is_slow(path):
-    """One process takes longer than the others would wait for a silent one."""
-    heartbeat._BEAT_SECS, heartbeat._SILENT_SECS = 0.2, 8.0
-
-    def slow(*_):
-        if jax.process_index() == 1 and not done:
-            done.append(True)
-            wait_for_heartbeats(50)
-
-    done = []
-    ot.restore(path, state_target(path, PartitionSpec("x")), [ot.transforms.Translate()], progress=slow)
-    return {"slow": bool(done)}
-
-
 # Jobs after which a process ends without the others, although JAX's own end waits for all.
-_ENDS_ALONE = ("_where_one_dies", "_where_one_stops")
+_ENDS_ALONE = ("_where_one_dies",)
+_HEARTBEAT_SECS = 15  # after which JAX ends those that wait for a process that was killed
 
 
 def main():
     job, coordinator, count, index, result_path, *arguments = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=800)
+    times = {"heartbeat_timeout_seconds": _HEARTBEAT_SECS} if job.endswith(_ENDS_ALONE) else {}
+    jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=800, **times)
     module, _, name = job.rpartition(":")
     jobs = vars(importlib.import_module(f"tests.multihost.jobs.{module}")) if module else globals()
     result = attempt(jobs[name], *arguments)

@@ -1,4 +1,4 @@
-"""What every output format refuses."""
+"""What every output format refuses, and the blocks of arrays."""
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -8,6 +8,8 @@ import safetensors.numpy
 import orbax_t5x as ot
 from orbax_t5x import transforms as tr
 from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.lazy import as_view
+from orbax_t5x.operations.convert.output_format import PlannedArray, cut_into_blocks
 from tests.support.memory_checkpoint import checkpoint
 
 
@@ -42,3 +44,19 @@ def test_a_source_without_leaves_is_that_error_too(tmp_path):
     ot.convert(tmp_path / "empties", tmp_path / "copy")
     assert ocp.PyTreeCheckpointer().restore(tmp_path / "copy") == {"none": None, "dict": {}}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "empties", "model.safetensors"]
+
+
+def test_blocks_make_up_each_array_once():
+    shapes = {"large": (64, 10), "medium": (9, 7), "small": (3,), "scalar": ()}
+    arrays = [
+        PlannedArray(name, name, as_view(np.zeros(shape)), tuple(max(1, size // 4) for size in shape))
+        for name, shape in shapes.items()
+    ]
+    blocks = cut_into_blocks(arrays)
+    for array in arrays:
+        counts = np.zeros(array.view.shape, int)
+        for block in blocks:
+            if block.array is array:
+                counts[tuple(slice(*side) for side in block.box)] += 1
+        assert (counts == 1).all()
+    assert sum(block.nbytes for block in blocks) == sum(array.view.nbytes for array in arrays)

@@ -8,7 +8,6 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError
 from orbax_t5x.lazy import LazyThreadPoolArray, chunks
 from orbax_t5x.operations.convert import pipeline
-from orbax_t5x.operations.convert.journal import Journal
 from orbax_t5x.operations.convert.safetensors_layout import SINGLE_NAME as FILE
 from orbax_t5x.operations.convert.safetensors_layout import TensorInFile
 from orbax_t5x.readers.ranges import byte_range, windowed
@@ -98,7 +97,7 @@ def test_progress_counts_every_byte_and_may_stop_the_conversion(tmp_path):
 
 
 def test_bytes_that_stay_are_copied_as_they_would_be_read_and_written(tmp_path, monkeypatch):
-    """The same files and the same journals, from a source with checksums; several windows each."""
+    """The same files, from a source with checksums; several windows each."""
     for module in (byte_range, windowed):
         monkeypatch.setattr(module, "WINDOW_BYTES", 1024)
     rng = np.random.default_rng(0)
@@ -106,27 +105,17 @@ def test_bytes_that_stay_are_copied_as_they_would_be_read_and_written(tmp_path, 
     leaves |= {"e": rng.random((3, 5)) > 0.5, "none": np.zeros((0, 3)), "turned": rng.random((20, 30))}
     prefix = bundle_of(leaves).write(tmp_path)
     turned = ot.transforms.Transpose("turned", (1, 0))
-    noted, copied = [], []
-    add, copy = Journal.add, TensorInFile.copy
-
-    async def noting_add(journal, entry, array, sync):
-        noted.append(entry)
-        await add(journal, entry, array, sync)
+    copied, copy = [], TensorInFile.copy
 
     async def noting_copy(output, box, leaf, stats):
         copied.append((leaf.name, await copy(output, box, leaf, stats)))
         return copied[-1][1]
 
-    monkeypatch.setattr(Journal, "add", noting_add)
     monkeypatch.setattr(TensorInFile, "copy", noting_copy)
     ot.convert(prefix, tmp_path / "fast", turned, format="safetensors")
     assert {name for name, crc in copied if crc is not None} == {"a", "b/c", "d"}
-    fast, noted = sorted(noted), []
     monkeypatch.setattr(pipeline, "TensorInFile", type(None))
     ot.convert(prefix, tmp_path / "slow", turned, format="safetensors")
-    slow = sorted(noted)
-    assert [entry[:2] for entry in fast] == [entry[:2] for entry in slow]
-    assert len(slow) == len(leaves) - 1, "an empty array has no block"
     assert (tmp_path / "fast" / FILE).read_bytes() == (tmp_path / "slow" / FILE).read_bytes()
     assert_equals(load_file(tmp_path / "fast" / FILE), {**leaves, "turned": leaves["turned"].T})
 
@@ -140,17 +129,3 @@ def test_damage_is_found_in_what_is_copied(tmp_path):
     with pytest.raises(CorruptCheckpointError, match="crc32c"):
         ot.convert(prefix, tmp_path / "out", format="safetensors")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_stop_by_another_process_ends_the_blocks(tmp_path, monkeypatch):
-    """No further block begins, and the missing ones are an error."""
-    monkeypatch.setattr(pipeline, "_LEAST_IN_FLIGHT", 0)
-    monkeypatch.setattr(pipeline, "_MOST_LARGE_BLOCKS", 1)
-    source = checkpoint({f"w{index:03}": np.ones((64, 128)) for index in range(50)}, AwaitedLeaf)
-
-    def stop(done, total, leaf):
-        (tmp_path / ".out.orbax-t5x-convert" / pipeline.STOP_FILE).touch()
-
-    with pytest.raises(CheckpointIOError, match="a block written by another process is not in its journal"):
-        ot.convert(source, tmp_path / "out", progress=stop)
-    assert not source.made["w049"].boxes and names_in(tmp_path) == []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.operations.convert import safetensors_layout
-from orbax_t5x.operations.convert.safetensors_layout import Tensor, create, is_prepared, plan_files, unsupported_reason
+from orbax_t5x.operations.convert.safetensors_layout import Tensor, plan_files, unsupported_reason
 from tests.support.conversions import names_in
 from tests.support.memory_checkpoint import checkpoint
 
@@ -70,16 +70,6 @@ def test_a_file_is_laid_out_as_by_the_library(dtypes):
 
 def header_of(data):
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-
-
-def test_only_a_whole_file_of_its_own_is_prepared(tmp_path):
-    (file,) = plan_files([Tensor("a", (3,), np.dtype(np.float32))])
-    made = create(file, tmp_path)
-    assert is_prepared(file, made)
-    (tmp_path / "link").symlink_to(made)
-    assert not is_prepared(file, tmp_path / "link") and not is_prepared(file, tmp_path / "missing")
-    made.write_bytes(made.read_bytes()[:-1])
-    assert not is_prepared(file, made)
 
 
 def test_names_and_dtypes_that_a_file_cannot_hold():

@@ -12,8 +12,6 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.operations.convert.journal import Journal
-from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from tests.support.conversions import names_in, new_source, old_destination
 from tests.support.saving import stock
 
@@ -70,14 +68,44 @@ def test_directories_of_other_names_are_nobodys(new, out):
     assert names_in(out.parent) == sorted([*others, "c"])
 
 
-def test_what_else_has_the_name_of_the_work_directory_stays(new, out):
+def assert_refused(new, out):
+    with pytest.raises(CheckpointIOError, match="is not a work directory of this user's conversions") as caught:
+        ot.convert(new, out, overwrite=True)
+    assert caught.value.errno == errno.EBUSY and caught.value.path == str(out)
+    assert stock(out).keys() == {"a"}
+
+
+def test_what_else_has_the_name_of_the_work_directory_is_refused_and_stays(new, out, monkeypatch):
     (out.parent / WORK).symlink_to(out)
-    ot.convert(new, out, overwrite=True)
+    assert_refused(new, out)
     assert (out.parent / WORK).is_symlink()
     (out.parent / WORK).unlink()
     (out.parent / WORK).write_text("mine")
+    assert_refused(new, out)
+    assert (out.parent / WORK).read_text() == "mine"
+    (out.parent / WORK).unlink()
+    (out.parent / WORK).mkdir()
+    (out.parent / WORK / "theirs").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert_refused(new, out)
+    assert names_in(out.parent / WORK) == ["theirs"]
+
+
+def test_links_in_a_work_directory_are_removed_and_not_followed(new, out, tmp_path):
+    home = tmp_path / "home"
+    (home / "below").mkdir(parents=True)
+    (home / "thesis.txt").write_text("years of work")
+    work = out.parent / WORK
+    work.mkdir(0o700)
+    for name in ("blocks", "c", "owner"):
+        (work / name).symlink_to(home)
+    os.link(home / "thesis.txt", work / "same")
+    os.mkfifo(work / "fifo")
+    (work / "directory").mkdir()
+    (work / "directory" / "link").symlink_to(home / "below")
     ot.convert(new, out, overwrite=True)
-    assert (out.parent / WORK).read_text() == "mine" and stock(out).keys() == {"b"}
+    assert stock(out).keys() == {"b"} and names_in(out.parent) == ["c"]
+    assert names_in(home) == ["below", "thesis.txt"] and (home / "thesis.txt").read_text() == "years of work"
 
 
 def test_the_old_is_put_back_where_a_kill_came_between_two_renames(new, out):
@@ -136,30 +164,3 @@ def test_a_failed_rename_puts_the_old_back(new, out, monkeypatch):
     assert caught.value.errno == 28
     assert stock(out).keys() == {"a"}
     assert names_in(out.parent) == ["c"]
-
-
-def test_a_journal_that_a_process_still_writes_refuses_the_next_conversion(new, out):
-    """As in a job whose primary process alone was killed: the directory is not locked, the journal is."""
-    (out.parent / WORK).mkdir(0o700)
-    journal = Journal(out.parent / WORK, 1, "digest")
-    with pytest.raises(
-        CheckpointIOError, match="another process of an earlier conversion still writes to it"
-    ) as caught:
-        ot.convert(new, out, overwrite=True)
-    assert caught.value.errno == errno.EBUSY and caught.value.path == str(out)
-    journal.close()
-    ot.convert(new, out, overwrite=True)
-    assert stock(out).keys() == {"b"} and names_in(out.parent) == ["c"]
-
-
-def test_files_that_the_mask_lets_a_group_write_are_of_a_conversion(out):
-    mask = os.umask(0o002)
-    try:
-        with WorkDirectory(out) as work:
-            work.is_kept = True
-            (work.path / "blocks").mkdir()
-            (work.path / "stop").touch()
-        with WorkDirectory(out) as work:
-            assert work.path.name == WORK
-    finally:
-        os.umask(mask)

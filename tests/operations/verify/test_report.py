@@ -28,8 +28,6 @@ def test_a_leaf_without_elements_is_nothing_that_was_compared(tmp_path, capsys, 
     report = ot.verify(path)
     assert statuses(report) == {"empty": "ok"} | dict.fromkeys(others, "no checksum")
     assert report.status == "no checksum"
-    html = report._repr_html_()
-    assert '<p>ok:</p><table class="wide">' in html and "float32[0,4]" in html and f"<p>{path}: safetensors</p>" in html
     assert run(capsys, path)[0] == 3
     code, out = run(capsys, path, "--json")
     assert code == 3 and json.loads(out)["status"] == "no checksum"

@@ -1,6 +1,5 @@
 """Plans show for each leaf why `"auto"` took it."""
 
-import html
 import json
 
 import numpy as np
@@ -89,7 +88,6 @@ def test_a_plan_says_why_auto_took_each_leaf(way):
         assert plan.why[name] == (kind, detail) and entries[name] == {"kind": kind, "detail": detail}
         assert f"  found     {why_text(plan.why[name])}" in plan.explain(name).splitlines()
         assert f"{why_text(plan.why[name])}: " in str(plan)
-        assert html.escape(why_text(plan.why[name])) in plan._repr_html_()
     by_rules = ot.plan_restore(checkpoint(source), unflatten(target), plan.found_rules)
     assert not by_rules.why and 'Why "auto"' not in str(by_rules)
     assert "  found  " not in by_rules.explain(next(iter(target)))
