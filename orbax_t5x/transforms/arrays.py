@@ -111,8 +111,9 @@ class Cast(InPlace):
 class Affine(InPlace):
     """The values of leaves as `leaf * scale + offset`.
 
-    Computed for each shard in float32 (float64 for leaves of 64 bits), and rounded to the leaf's dtype once. Inside
-    `FollowOptimizer` the optimizer's leaves follow a scale of 1; any other scale resets them.
+    Computed for each shard in float32 (float64 for leaves of 64 bits), and rounded to the leaf's dtype once. The
+    optimizer's moments stay as they are if the scale is 1. They cannot follow another scale: where the target wants
+    them, that is a problem, unless `follow=False` keeps them as they are.
 
     Attributes:
       pattern: a regex that must match a whole name.

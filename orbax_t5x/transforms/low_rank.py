@@ -20,8 +20,8 @@ class AddLowRank(ByRules):
     Sums are made in float32 (float64 where a leaf has 64 bits) and rounded to the kernel's dtype once; each shard reads
     its part of the kernel, the rows of `down` and the columns of `up` that belong to it. A kernel of more dimensions
     has some of them in `down` and the others in `up`: [in, rank] and [rank, heads, head_dim]. A kernel that matches and
-    has neither factor stays as it is; only one of them is a problem. `FollowOptimizer` resets the optimizer's leaves:
-    they belong to the kernel that was trained, and not to the sum.
+    has neither factor stays as it is; only one of them is a problem. The optimizer's moments cannot follow: they
+    belong to the kernel that was trained, not to the sum. `follow=False` keeps them as they are.
 
     Attributes:
       pattern: a regex that must match a kernel's whole name.

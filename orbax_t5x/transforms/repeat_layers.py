@@ -29,8 +29,8 @@ class RepeatLayers(ByRules):
 
     Layers are leaves with a number in their names, or, with `axis`, one leaf that holds them all. A leaf that only
     layer 0 of several has, such as the relative bias in Hugging Face's T5, stays the one of layer 0; of other leaves
-    each new layer has those of the layer that it copies. Inside `FollowOptimizer` the optimizer's leaves are copied,
-    too; those of layers that become several are classed approximate.
+    each new layer has those of the layer that it copies. The optimizer's moments are copied, too, and
+    those of copies are approximate.
 
     Attributes:
       pattern: a regex that must match a whole name. Without `axis` one group is the layer number: the one named `i`,

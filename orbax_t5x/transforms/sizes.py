@@ -51,8 +51,8 @@ class Pad(InPlace):
 
     With `value=FALLBACK` the new elements are those at the same place of the leaf of `fallback=` that has the name of
     the target's leaf. Transforms after it may move and cast the leaf; what takes elements out of their order, or
-    computes with them, has to come before it. `FollowOptimizer` gives the optimizer's leaves zeros for new elements
-    with any value: they have seen no gradient.
+    computes with them, has to come before it. The optimizer's moments get zeros for new elements, whatever the value:
+    these have seen no gradient.
 
     Attributes:
       pattern: a regex that must match a whole name.

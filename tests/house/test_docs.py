@@ -23,6 +23,8 @@ _ELSEWHERE = {DOCS / "coming-from" / "t5x.md", FIRST, *GUIDES, *(DOCS / "example
 PAGES = sorted(page for page in set(DOCS.rglob("*.md")) - _ELSEWHERE if "```python" in page.read_text())
 
 
+# Readers have JAX's own promotion, which Optax's Adam needs.
+@pytest.mark.usefixtures("standard_dtype_promotion")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_examples_run(page, goldens, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(page_outputs.COLUMNS))

@@ -1,6 +1,7 @@
 """What the README shows runs, prints what stands there, and leads to pages that exist."""
 
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
 
+import orbax_t5x as ot
 from orbax_t5x.cli.main import make_parser
-from orbax_t5x.trees.flat import unflatten
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests.support import page_outputs
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +29,7 @@ EXPECTED = ROOT / "tests" / "goldens" / "importer" / "t5_1_1_f32.npz"
 @pytest.fixture(scope="module")
 def ran():
     """The example's names, and what it printed."""
-    (example,) = page_outputs.blocks(README, "python")
+    example, *_ = page_outputs.blocks(README, "python")
     found = {}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setenv("COLUMNS", str(page_outputs.COLUMNS))
@@ -54,13 +58,51 @@ def test_the_example_restores_what_t5x_imports_and_computes_with_it(ran):
 def test_the_plan_is_the_real_one(ran):
     text = README.read_text()
     shown = re.search(r"^```output\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (example,) = page_outputs.blocks(README, "python")
+    example, *_ = page_outputs.blocks(README, "python")
     block = page_outputs.Block(example.code, example.line, shown[1], shown.span(1))
     page_outputs.compare(README, [(block, ran[1])])
 
 
+@pytest.mark.usefixtures("standard_dtype_promotion")
+def test_a_run_goes_on_after_a_rename_as_by_hand(tmp_path):
+    """The call and the lines on stock Orbax give one state, with the moments of the renamed parameters."""
+    _, call, by_hand = page_outputs.blocks(README, "python")
+    bundle = ROOT / "orbax_t5x" / "cli" / "demo_data" / "model.ckpt-1000000"
+    optimizer = optax.adam(1e-3)
+    params = flatten(ot.restore(bundle, None, ot.transforms.Translate())["target"])
+    names = {"re": re, "functools": functools, "jax": jax, "ocp": ocp, "ot": ot, "bundle": bundle}
+
+    def create(module):
+        values = unflatten({name.replace("/mlp/", f"/{module}/"): leaf for name, leaf in params.items()})
+        return {"params": values, "opt_state": optimizer.init(values), "step": 0}
+
+    def manager():
+        return ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler())
+
+    with manager() as first:
+        state, *_ = ot.restore_or_initialize(
+            first, jax.eval_shape(lambda: create("mlp")), init_from=bundle, transforms="auto",
+            init_fn=lambda: create("mlp"), fallback_for=["opt_state/.*", "step"],
+        )  # fmt: skip
+        _, moments = optimizer.update(state["params"], state["opt_state"])
+        first.save(1, args=ot.args.TrainStateSave({**state, "opt_state": moments}))
+    names["create"] = lambda: create("ffn")
+    names["target"] = jax.eval_shape(names["create"])
+    with manager() as names["manager"]:
+        exec(call.code, names)
+    restored = names["state"]
+    assert names["how"] == "resumed" and restored["opt_state"][0].count == 1
+    np.testing.assert_array_equal(
+        restored["opt_state"][0].mu["encoder"]["layers_0"]["ffn"]["wo"]["kernel"],
+        moments[0].mu["encoder"]["layers_0"]["mlp"]["wo"]["kernel"],
+    )
+    with ocp.CheckpointManager(tmp_path) as names["manager"]:
+        exec(by_hand.code, names)
+    jax.tree.map(np.testing.assert_array_equal, names["state"], restored)
+
+
 def test_the_example_is_short():
-    (example,) = page_outputs.blocks(README, "python")
+    example, *_ = page_outputs.blocks(README, "python")
     assert len([line for line in example.code.splitlines() if line.strip()]) <= 14
 
 

@@ -87,8 +87,8 @@ def diff(
 
     Example:
       >>> report = ot.diff(bundle, bundle, [ot.transforms.Drop(["shared/embedding"])])
-      >>> [(leaf.name, leaf.status) for leaf in report.leaves if leaf.status != "equal"]
-      [('shared/embedding', 'only in b')]
+      >>> [leaf.name for leaf in report.leaves if leaf.status == "only in b"]  # the embedding's moments follow it
+      ['shared/embedding', 'shared/embedding_slot_vc', 'shared/embedding_slot_vr']
     """
     started = time.monotonic()
     tolerance = _tolerance(atol, rtol)
