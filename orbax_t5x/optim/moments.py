@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -113,7 +114,7 @@ class OptimizerStructure:
 
     def add_box(self, box: str, leaves: Iterable[str]) -> None:
         """Adds an optimizer without moments; a box inside or around a known one is left out."""
-        if any(is_below(box, known) or is_below(known, box) for known in self.boxes):
+        if any(is_below(box, existing) or is_below(existing, box) for existing in self.boxes):
             return
         inside = [name for name in leaves if is_below(plain_name(name), box)]
         self.boxes += [box] if inside else []
@@ -221,7 +222,9 @@ class _Search:
         if has_copy_word(kind) and not node.rpartition("/")[2].isdecimal():
             return False
         siblings = {
-            path.rpartition("/")[2] for path, other in votes if other == root and path.rpartition("/")[0] == node
+            path.rpartition("/")[2]
+            for path, other_root in votes
+            if other_root == root and path.rpartition("/")[0] == node
         }
         if len(siblings & KINDS) > 1 or prefixed(node, "count") in self.names:
             return True
@@ -231,13 +234,21 @@ class _Search:
     def _is_of_another(self, directory: str, root: str) -> bool:
         """Returns True if a directory has another model's word, as `gen_opt` has beside `dis_params`."""
         words = path_words(root)
-        return bool(words) and not self._model_words.intersection(path_words(directory)) <= words
+        node = directory.rpartition("/")[0]
+        return bool(words) and not self._model_words.intersection(path_words(node)) <= words
 
     @functools.cached_property
     def _model_words(self) -> set[str]:
-        """Words in the first parts of the names of leaves outside optimizers."""
-        beginnings = {tuple(parts[:-1][:2]) for plain, parts in self._parts.items() if plain not in self.marks}
-        return {word for beginning in beginnings for word in path_words("/".join(beginning))}
+        """Words in the first two parts of the names of arrays outside optimizers."""
+        # A number behind a part is a place in the chain of an optimizer without a word of its own.
+        beginnings = {
+            part
+            for plain, parts in self._parts.items()
+            if plain not in self.marks and self._is_array(plain)
+            for part, following in itertools.pairwise(parts[:3])
+            if not following.isdecimal()
+        }
+        return path_words("/".join(beginnings))
 
     def _endings(self, marks: Mapping[str, int]) -> dict[str, list[str]]:
         """Returns the plain names by each of their endings whose beginning has no optimizer's word."""
@@ -272,17 +283,17 @@ class _Search:
         """Returns False if a root is inside or around a root that was accepted, or beside moments in their node."""
         nodes = set(filter(None, (directory.rpartition("/")[0] for directory in accepted)))
         return not any(
-            any(_overlap(root, names, known, self._roots[known]) for known in self._roots if known != root)
+            any(_overlap(root, names, existing, self._roots[existing]) for existing in self._roots if existing != root)
             or any(is_below(root, node) for node in nodes)
             for root in roots
         )
 
     def _box(self, directory: str, accepted: Mapping[str, str]) -> str:
         """Returns the shortest beginning of a directory with neither parameters nor other parameters' moments."""
-        others = [path for path, root in accepted.items() if root != accepted[directory]]
+        other_paths = [path for path, root in accepted.items() if root != accepted[directory]]
         beginnings = [*reversed(list(parents(directory))), directory]
         for box in sorted(beginnings, key=len):
-            if box not in self._directories and not any(is_below(path, box) for path in others):
+            if box not in self._directories and not any(is_below(path, box) for path in other_paths):
                 return box
         return directory
 
@@ -290,7 +301,7 @@ class _Search:
 
     def add_box(self, box: str, root: str) -> None:
         """Adds the moments and fields of an optimizer's state."""
-        if any(is_below(box, known) for known in self.result.boxes):
+        if any(is_below(box, existing) for existing in self.result.boxes):
             return
         self.result.boxes.append(box)
         inside = {plain: parts for plain, parts in self._parts.items() if is_below(plain, box)}
@@ -300,7 +311,7 @@ class _Search:
         remaining = self._visit(remaining, depth, self._add_kind_last, root, paths)
         for plain in self._add_numbers(remaining, root, paths):
             parameter = self._named_in(plain, depth, root, paths)
-            if self._is_array(plain) and (parameter or any(is_below(plain, found) for found in self._voted)):
+            if self._is_array(plain) and (parameter or any(is_below(plain, voted) for voted in self._voted)):
                 self.result.unknown[self.names[plain]] = parameter
                 continue
             directory, _, field = plain.rpartition("/")
@@ -321,8 +332,8 @@ class _Search:
         for directory, group in groups.items():
             may_be_moment = any(map(self._is_array, group)) and not self._is_of_another(directory, root)
             taken = add(directory, group, depth, root, paths) if may_be_moment else ()
-            others = [plain for plain in group if plain not in taken]
-            remaining += self._visit(others, depth + 1, add, root, paths) if others else ()
+            untaken = [plain for plain in group if plain not in taken]
+            remaining += self._visit(untaken, depth + 1, add, root, paths) if untaken else ()
         return remaining
 
     def _add_kind_first(
@@ -380,7 +391,8 @@ class _Search:
         for directory, slots in groups.items():
             is_float = self._counts.isdisjoint(slots.values())
             if is_float and slots.keys() <= paths and not any(map(self._is_array, slots.values())):
-                self._append(root, *directory.rpartition("/")[::2], "kind first", slots)
+                node, _, kind = directory.rpartition("/")
+                self._append(root, node, kind, "kind first", slots)
                 taken.update(slots.values())
         return [plain for plain in plains if plain not in taken]
 
@@ -423,8 +435,8 @@ class _Search:
         marks = {}
         for plain, parts in self._parts.items():
             mark = next((at for at, part in enumerate(parts[:-1]) if has_copy_word(part)), None)
-            known = any(is_below(plain, root) for root in self._roots if root)
-            if mark is not None and not known and not self.result.has(plain) and self._is_array(plain):
+            is_parameter = any(is_below(plain, root) for root in self._roots if root)
+            if mark is not None and not is_parameter and not self.result.has(plain) and self._is_array(plain):
                 marks[plain] = mark
         if not marks:
             return
@@ -446,7 +458,8 @@ class _Search:
             copied = set(slots[directory, root].values())
             if copied == arrays and taken.isdisjoint(copied):
                 taken |= copied
-                self._append(root, *directory.rpartition("/")[::2], "kind first", slots[directory, root], is_copy=True)
+                node, _, kind = directory.rpartition("/")
+                self._append(root, node, kind, "kind first", slots[directory, root], is_copy=True)
 
     # -- shapes
 
@@ -468,11 +481,11 @@ class _Search:
         return has_memory or not collections.Counter(shape) - collections.Counter((*whole, 1))
 
 
-def _overlap(root: str, names: Iterable[str], other: str, others: Iterable[str]) -> bool:
+def _overlap(root: str, names: Iterable[str], other_root: str, others: Iterable[str]) -> bool:
     """Returns True if two roots are inside one another; parameters at the root of a state are told by their names."""
-    if root and other:
-        return is_below(root, other) or is_below(other, root)
-    return any(is_below(name, root or other) for name in (others if root else names))
+    if root and other_root:
+        return is_below(root, other_root) or is_below(other_root, root)
+    return any(is_below(name, root or other_root) for name in (others if root else names))
 
 
 def _mark(parts: Sequence[str]) -> int | None:

@@ -224,7 +224,9 @@ def _refuse_lost(inputs: PlanInputs, diagnostics: Diagnostics) -> None:
         if name in inputs.target.leaves and name not in diagnostics.new_leaves:
             message = f"the optimizer's leaf cannot follow its parameter: {reason}"
             words = "if its history may be lost, pass {} with values for it in the fallback"
-            diagnostics.problem("optimizer", name, message, Fix.setting(words, fallback_for=(re.escape(name),)))
+            alone = Fix("give the rule follow=False, which leaves the moments as they are")
+            fix = Fix.any_of(alone, Fix.setting(words, fallback_for=(re.escape(name),)))
+            diagnostics.problem("optimizer", name, message, fix)
 
 
 def _migrations(given: Sequence[AnyTransform], rest: Sequence[AnyTransform]) -> PlanMigrations | None:

@@ -35,7 +35,7 @@ def dataclass_call(value: Any, name: str) -> str:
     """Returns the call `name(…)` that makes a dataclass."""
     fields = [
         field
-        for field in sorted(dataclasses.fields(value), key=lambda field: field.kw_only)
+        for field in sorted(dataclasses.fields(value), key=lambda field: field.kw_only is True)
         if field.init and not field.name.startswith("_")
     ]
     arguments: list[str] = []

@@ -45,7 +45,7 @@ def _is_transform(value: Any) -> bool:
 def describe_fields(transform: Any) -> str:
     """Describes a dataclass by the fields that are set."""
     fields = []
-    for field in sorted(dataclasses.fields(transform), key=lambda field: field.kw_only):
+    for field in sorted(dataclasses.fields(transform), key=lambda field: field.kw_only is True):
         value = getattr(transform, field.name)
         is_shown = field.repr or (field.name == "follow" and field.init)
         if is_shown and (field.default is dataclasses.MISSING or value != field.default):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.provenance.digests import digest_of
-from orbax_t5x.transforms.base import AnyTransform, Given, Transform, describe_transform
+from orbax_t5x.transforms.base import AnyTransform, Transform, describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_table
 from orbax_t5x.transforms.run import run_transforms
@@ -45,7 +45,7 @@ class FollowOptimizer(Transform):
     """
 
     transform: AnyTransform
-    roots: Given[Sequence[tuple[str, str]] | None, Roots | None] = None
+    roots: Sequence[tuple[str, str]] | None = None
     factors: Sequence[tuple[Pattern, Sequence[str]]] = dataclasses.field(default=(), kw_only=True)
 
     follow: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -210,38 +210,40 @@ class _ChainRun:
 
     def _follow(self, transform: Transform, state: dict[str, Any]) -> dict[str, Any]:
         """Applies a transform that the optimizer follows."""
-        roots = getattr(transform, "roots", None)
-        if self._followed is None or self._followed.roots != roots:
-            state = self._begin(self._joined(state), roots, getattr(transform, "rule_of", None))
         followed = self._followed
-        assert followed is not None
-        rules = getattr(transform, "transform", transform)
-        slots = followed.current_slots(state) if isinstance(rules, ByRules) else {}
-        matched = rules.matching(slots) if slots else set[str]()
-        if matched and rules.takes_names:
+        if followed is None or followed.roots != getattr(transform, "roots", None):
+            followed = self._begin(self._joined(state), transform)
+            state = followed.visible
+        inner = getattr(transform, "transform", transform)
+        rules = inner if isinstance(inner, ByRules) else None
+        slots = {} if rules is None else followed.current_slots(state)
+        matched = set[str]() if rules is None else rules.matching(slots)
+        if rules is not None and rules.takes_names and matched:
             # Moments that the rule names are renamed or dropped by it, as any leaf.
-            state = self._begin(self._joined(state), roots, getattr(transform, "rule_of", None))
-            self._followed.take_out(rules)
-            return self._joined(self._apply(transform, self._followed.visible), is_known=False)
+            followed = self._begin(self._joined(state), transform)
+            followed.take_out(rules)
+            return self._joined(self._apply(transform, followed.visible), is_known=False)
         self._diagnostics.slots = matched
         moved = self._apply(transform, state)
         self._diagnostics.slots = ()
         followed.check_clear(state, moved, self._diagnostics)
         unchanged = {plain_name(name) for name, value in state.items() if moved.get(name) is value}
-        if all(slots[slot] not in unchanged for slot in matched):
+        if rules is None or all(slots[slot] not in unchanged for slot in matched):
             return moved
         moved = self._joined(moved, is_known=False)
-        own = [slot for slot in matched if slots[slot] in unchanged and slot in moved]
+        own_slots = [slot for slot in matched if slots[slot] in unchanged and slot in moved]
         quiet = dataclasses.replace(self._diagnostics, warns_of_unused=False)
-        changed = rules.apply({name: moved.pop(name) for name in own}, self._target, quiet)
+        changed = rules.apply({name: moved.pop(name) for name in own_slots}, self._target, quiet)
         return {**moved, **changed}
 
     def _apply(self, transform: Transform, state: dict[str, Any]) -> dict[str, Any]:
         return _run_transform(transform, state, self._target_without_slots, self._diagnostics)
 
-    def _begin(self, state: dict[str, Any], roots: Any, rule_of: Any) -> dict[str, Any]:
-        self._followed = FollowedState(state, roots, *(() if rule_of is None else (rule_of,)))
-        return self._followed.visible
+    def _begin(self, state: dict[str, Any], transform: Transform) -> FollowedState:
+        """Takes the slots out of a state."""
+        rule_of = getattr(transform, "rule_of", None)
+        self._followed = FollowedState(state, getattr(transform, "roots", None), rule_of)
+        return self._followed
 
     def _joined(self, state: dict[str, Any], *, is_known: bool = True) -> dict[str, Any]:
         """Puts parameters and slots together, if they are apart."""

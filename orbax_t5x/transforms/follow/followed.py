@@ -49,10 +49,10 @@ class FollowedState:
       optimizer: Structure of the optimizers.
     """
 
-    def __init__(self, state: FlatState, roots: Roots | None = None, rule_of: RuleOf = _no_rule):
+    def __init__(self, state: FlatState, roots: Roots | None = None, rule_of: RuleOf | None = None):
         self.optimizer = find_optimizer(state, roots)
         self.roots = roots
-        self._rule_of = rule_of
+        self._rule_of = rule_of or _no_rule
         self._state = state
         slots = {name for moments in self.optimizer.moments for name in moments.slots.values()}
         followed = {name for moments in self.optimizer.moments for name in moments.slots}
@@ -103,10 +103,12 @@ class FollowedState:
         """Returns the names that slots have after the rules so far, and their parameters' plain names."""
         leaves, slots = self._leaves(state), dict[str, str]()
         for group in _by_node(self.optimizer.moments):
-            own = _made_of(leaves, {parameter for moments in group for parameter in moments.slots})
-            root = _new_root(group[0].root, own)
+            own_leaves = _made_of(leaves, {parameter for moments in group for parameter in moments.slots})
+            root = _new_root(group[0].root, own_leaves)
             for moments in group:
-                slots.update((_name_of(leaf, moments, root), leaf.plain) for leaf in _made_of(own, moments.slots))
+                slots.update(
+                    (_name_of(leaf, moments, root), leaf.plain) for leaf in _made_of(own_leaves, moments.slots)
+                )
         return slots
 
     def _leaves(self, state: FlatState) -> list[_NewLeaf]:
@@ -140,10 +142,10 @@ class FollowedState:
                 diagnostics.lost[slot] = f"it belongs to {parameter!r}, which changed, in a form that is not known"
             else:
                 result[slot] = self._state[slot]
-        wanted = _wanted_shapes(target, shapes)
+        target_shapes = _wanted_shapes(target, shapes)
         moved: list[Moments] = []
         for group in _by_node(self.optimizer.moments):
-            moved += self._follow(group, leaves, changed, wanted, result, diagnostics)
+            moved += self._follow(group, leaves, changed, target_shapes, result, diagnostics)
         self.optimizer.moments = moved
         return result
 
@@ -165,15 +167,15 @@ class FollowedState:
         group: Sequence[Moments],
         leaves: Sequence[_NewLeaf],
         changed: Collection[str],
-        wanted: Mapping[tuple[str, Shape], Mapping[str, Shape]],
+        target_shapes: Mapping[tuple[str, Shape], Mapping[str, Shape]],
         result: dict[str, Any],
         diagnostics: Diagnostics,
     ) -> list[Moments]:
         """Adds the slots of one node to the result; returns the node's new moments."""
         old = {parameter for moments in group for parameter in moments.slots}
-        own = _made_of(leaves, old)
-        kept = {parameter for leaf in own for parameter in leaf.parameters}
-        root = _new_root(group[0].root, own)
+        own_leaves = _made_of(leaves, old)
+        kept = {parameter for leaf in own_leaves for parameter in leaf.parameters}
+        root = _new_root(group[0].root, own_leaves)
         is_root_dropped = not any(is_below(name, group[0].root) for leaf in leaves for name in leaf.parameters)
         new = {id(moments): dataclasses.replace(moments, slots={}, root=root) for moments in group}
         for moments in group:
@@ -183,9 +185,11 @@ class FollowedState:
                 if stays:
                     new[id(moments)].slots[parameter] = slot
                     self._put(slot, self._state[slot], result, diagnostics)
-        uses = collections.Counter(symbol.name for leaf in own if (symbol := symbol_below(leaf.view)) is not None)
+        uses = collections.Counter(
+            symbol.name for leaf in own_leaves if (symbol := symbol_below(leaf.view)) is not None
+        )
         unused_kinds = self._unused_kinds(group)
-        for leaf in own:
+        for leaf in own_leaves:
             if _is_unchanged(leaf.name, leaf.view):
                 continue
             kinds = {
@@ -198,7 +202,7 @@ class FollowedState:
                 leaf.plain,
                 leaf.view,
                 {kind: slots for kind, slots in kinds.items() if slots},
-                wanted.get((leaf.plain, tuple(leaf.view.shape)), {}),
+                target_shapes.get((leaf.plain, tuple(leaf.view.shape)), {}),
                 is_by_size=group[0].form == "kind first",
                 is_copy=group[0].is_copy,
                 is_first=group[0].form != "kind first" or _is_first(group[0].node),
@@ -283,24 +287,24 @@ def _is_first(node: str) -> bool:
 def _by_node(moments: Iterable[Moments]) -> list[list[Moments]]:
     """Groups moments by the node whose kinds belong together."""
     groups: dict[Any, list[Moments]] = collections.defaultdict(list)
-    for one in moments:
-        groups[one.node, one.root, one.form, one.kind if one.is_copy else None].append(one)
+    for single in moments:
+        groups[single.node, single.root, single.form, single.kind if single.is_copy else None].append(single)
     return list(groups.values())
 
 
 def _wanted_shapes(target: OptimizerStructure, leaves: FlatState) -> dict[tuple[str, Shape], dict[str, Shape]]:
     """Returns the shapes of the target's slots by parameter, its shape and kind, where only one is of that kind."""
-    found: dict[tuple[str, str], set[Shape]] = collections.defaultdict(set)
+    shapes_found: dict[tuple[str, str], set[Shape]] = collections.defaultdict(set)
     for moments in target.moments:
         for parameter, slot in moments.slots.items():
             if (shape := getattr(leaves[slot], "shape", None)) is not None:
-                found[parameter, moments.kind].add(tuple(shape))
+                shapes_found[parameter, moments.kind].add(tuple(shape))
     shapes = {plain_name(name): tuple(getattr(leaf, "shape", ())) for name, leaf in leaves.items()}
-    wanted: dict[tuple[str, Shape], dict[str, Shape]] = collections.defaultdict(dict)
-    for (parameter, kind), of_kind in found.items():
+    target_shapes: dict[tuple[str, Shape], dict[str, Shape]] = collections.defaultdict(dict)
+    for (parameter, kind), of_kind in shapes_found.items():
         if len(of_kind) == 1:
-            wanted[parameter, shapes[parameter]][kind] = next(iter(of_kind))
-    return wanted
+            target_shapes[parameter, shapes[parameter]][kind] = next(iter(of_kind))
+    return target_shapes
 
 
 def _new_root(root: str, leaves: Sequence[_NewLeaf]) -> str:
@@ -315,20 +319,20 @@ def _new_root(root: str, leaves: Sequence[_NewLeaf]) -> str:
             if leaf.plain.endswith(f"/{path}"):
                 votes[leaf.plain.removesuffix(f"/{path}")] += 1
     firsts = {leaf.plain.partition("/")[0] for leaf in outside}
-    likely = [*(found for found, _ in votes.most_common(1)), *(firsts if len(firsts) == 1 else ())]
-    return next((found for found in likely if all(leaf.plain.startswith(f"{found}/") for leaf in outside)), "")
+    roots = [*(root for root, _ in votes.most_common(1)), *(firsts if len(firsts) == 1 else ())]
+    return next((root for root in roots if all(leaf.plain.startswith(f"{root}/") for leaf in outside)), "")
 
 
 def note_lost(diagnostics: Diagnostics, target: FlatState) -> None:
     """Records slots that cannot follow: a problem where the target wants them, else one warning."""
-    wanted = {name: reason for name, reason in diagnostics.lost.items() if name in target}
-    for name, reason in wanted.items():
+    target_slots = {name: reason for name, reason in diagnostics.lost.items() if name in target}
+    for name, reason in target_slots.items():
         diagnostics.fidelity[name] = "reset"
         diagnostics.rule_for[name] = f"reset: {reason}"
-    others = [name for name in diagnostics.lost if name not in target]
-    if others:
-        reason = diagnostics.lost[others[0]]
+    dropped = [name for name in diagnostics.lost if name not in target]
+    if dropped:
+        reason = diagnostics.lost[dropped[0]]
         diagnostics.warnings.append(
-            f"{leaves_text(len(others))} of the optimizer cannot follow and are dropped: "
-            f"{listed(map(repr, others), 2)}: {reason}"
+            f"{leaves_text(len(dropped))} of the optimizer cannot follow and are dropped: "
+            f"{listed(map(repr, dropped), 2)}: {reason}"
         )

@@ -54,12 +54,12 @@ def place_optimizer(
       source: Structure of the state's optimizers, if it is known.
     """
     names = {plain_name(name): name for name, value in state.items() if value is not None}
-    wanted = {plain_name(name): name for name, leaf in target.items() if leaf is not None}
-    if not target or state.keys() == wanted.keys():
+    wanted_names = {plain_name(name): name for name, leaf in target.items() if leaf is not None}
+    if not target or state.keys() == wanted_names.keys():
         return dict(state)
-    changed = [name for name in names.keys() ^ wanted.keys() if is_step(name) or may_be_optimizer(name)]
+    changed = [name for name in names.keys() ^ wanted_names.keys() if is_step(name) or may_be_optimizer(name)]
     if not changed:
-        return _with_endings(state, wanted, diagnostics)
+        return _with_endings(state, wanted_names, diagnostics)
     old, new = source or find_optimizer(state), find_optimizer(target)
     # An optimizer without moments is told by its name, or by the other side's.
     named = (box for name in changed if (box := optimizer_path(name)))
@@ -71,11 +71,11 @@ def place_optimizer(
     return placing.placed(state, target)
 
 
-def _with_endings(state: FlatState, wanted: Mapping[str, str], diagnostics: Diagnostics) -> dict[str, Any]:
+def _with_endings(state: FlatState, wanted_names: Mapping[str, str], diagnostics: Diagnostics) -> dict[str, Any]:
     """Returns the state with the target's endings of variables of Flax NNX."""
     result: dict[str, Any] = {}
     for name, value in state.items():
-        new = wanted.get(plain_name(name), name) if is_step(name) or may_be_optimizer(name) else name
+        new = wanted_names.get(plain_name(name), name) if is_step(name) or may_be_optimizer(name) else name
         result[new] = value
         if new != name and name in diagnostics.fidelity:
             diagnostics.fidelity[new] = diagnostics.fidelity[name]
@@ -107,7 +107,7 @@ def _chain_of(optimizer: OptimizerStructure) -> _OptimizerChain:
         )
         for directory in sorted(directories, key=_in_order)
     }
-    return _OptimizerChain(nodes, {name: sorted(found, key=_in_order) for name, found in parameters.items()}, slots)
+    return _OptimizerChain(nodes, {name: sorted(origins, key=_in_order) for name, origins in parameters.items()}, slots)
 
 
 def _in_order(path: str) -> list[tuple[int, str]]:
@@ -229,7 +229,7 @@ class _Placing:
 
     def placed(self, state: FlatState, target: FlatState) -> dict[str, Any]:
         """Returns the state under the target's names."""
-        sources = {name: found for name, found in self.sources.items() if found}
+        sources = {name: origins for name, origins in self.sources.items() if origins}
         inside = {slot for moments in self._source.moments if not moments.is_copy for slot in moments.slots.values()}
         inside |= {name for fields in self._source.fields.values() for name in fields.values()}
         if not all(origin == place for origin, place in self._pairs):
@@ -237,10 +237,10 @@ class _Placing:
         self._diagnostics.lost = self._renamed_lost(sources)
         result = {name: value for name, value in state.items() if name not in inside}
         used = {origin for origins in sources.values() for origin in origins}
-        wanted = {plain_name(name) for name in target}
+        wanted_names = {plain_name(name) for name in target}
         for name in state:
             if name in inside and name not in used:
-                has_place = plain_name(name) in wanted and self._target.has(plain_name(name))
+                has_place = plain_name(name) in wanted_names and self._target.has(plain_name(name))
                 (self._diagnostics.unplaced if has_place else result)[name] = state[name]
         for name, origins in sources.items():
             values = [state[origin] for origin in origins if origin in state]
@@ -265,8 +265,8 @@ class _Placing:
         places = [name for name in target if is_step(name)]
         if len(steps) != 1 or len(places) != 1 or steps == places or places[0] in self._diagnostics.new_leaves:
             return state
-        words, wanted = path_words(steps[0]), path_words(places[0])
-        if not (words <= wanted or wanted <= words):
+        words, target_words = path_words(steps[0]), path_words(places[0])
+        if not (words <= target_words or target_words <= words):
             return state
         self._diagnostics.record_origins({places[0]: (steps[0], "as the target names it")})
         return {places[0] if name == steps[0] else name: value for name, value in state.items()}
@@ -306,12 +306,12 @@ def _places_beside(directory: str, origin: str, place: str) -> Iterator[str]:
     """Yields the directories that stand to a node's place as a directory stands to the node."""
     common = os.path.commonpath((directory, origin)) if directory.split("/")[0] == origin.split("/")[0] else ""
     tail = origin.removeprefix(common).strip("/")
-    own = directory.removeprefix(common).strip("/")
+    own_tail = directory.removeprefix(common).strip("/")
     if not tail:
-        yield prefixed(place, own)
+        yield prefixed(place, own_tail)
     elif _ends_with(place, tail):
-        yield prefixed(place.removesuffix(tail).rstrip("/"), own)
-    if tail.isdecimal() and own.isdecimal():
+        yield prefixed(place.removesuffix(tail).rstrip("/"), own_tail)
+    if tail.isdecimal() and own_tail.isdecimal():
         above, _, last = place.rpartition("/")
         if last.isdecimal():
-            yield prefixed(above, str(int(last) + int(own) - int(tail)))
+            yield prefixed(above, str(int(last) + int(own_tail) - int(tail)))

@@ -161,13 +161,13 @@ def _replay(parameter: NewParameter, kind: str, result: NewSlots) -> None:
 
 def _follow_second_moment(parameter: NewParameter, kinds: Iterable[str], rule_of: RuleOf, result: NewSlots) -> None:
     """Computes `v_row` and `v_col`, or `v`; the others are placeholders."""
-    before = {_is_factored(parameter, symbol) for symbol in symbols_of(parameter.view)}
-    after = _becomes_factored(parameter, any(before))
-    used = FACTORS if after else ("v",)
-    if before != {after}:
-        reason = "factored on one side only" if len(before) == 1 else "factored for some of its layers only"
+    were_factored = {_is_factored(parameter, symbol) for symbol in symbols_of(parameter.view)}
+    becomes_factored = _becomes_factored(parameter, any(were_factored))
+    used = FACTORS if becomes_factored else ("v",)
+    if were_factored != {becomes_factored}:
+        reason = "factored on one side only" if len(were_factored) == 1 else "factored for some of its layers only"
         result.lost.update((kind, reason) for kind in used if kind in kinds)
-    elif after:
+    elif becomes_factored:
         _follow_factors(parameter, rule_of, result)
     elif "v" in kinds:
         _replay(parameter, "v", result)
@@ -189,24 +189,24 @@ def _is_factored(parameter: NewParameter, symbol: Symbol) -> bool:
 
 def _becomes_factored(parameter: NewParameter, is_factored: bool) -> bool:
     """Returns True if the new parameter's second moment is factored: as the target says, else as it was."""
-    wanted = parameter.wanted
-    if "v_row" not in wanted:
+    shapes_wanted = parameter.wanted
+    if "v_row" not in shapes_wanted:
         return is_factored
-    if all(wanted.get(kind) == _PLACEHOLDER for kind in FACTORS):
+    if all(shapes_wanted.get(kind) == _PLACEHOLDER for kind in FACTORS):
         return False
-    return wanted.get("v") != tuple(parameter.view.shape)
+    return shapes_wanted.get("v") != tuple(parameter.view.shape)
 
 
 def _follow_factors(parameter: NewParameter, rule_of: RuleOf, result: NewSlots) -> None:
     """Computes `v_row` and `v_col` if a single reading of their dimensions exists."""
     shape = tuple(parameter.view.shape)
     rule = rule_of(parameter.name, len(shape))
-    after = possible_dims(
+    new_dims = possible_dims(
         shape, *(parameter.wanted.get(kind) for kind in FACTORS), rule, always_by_size=parameter.is_by_size
     )
-    readings = list(itertools.product(_dims_before(parameter, rule_of), after))
+    readings = list(itertools.product(_dims_before(parameter, rule_of), new_dims))
     for may_average in (False, True):
-        solved = [_solve(parameter, before, dims, may_average) for before, dims in readings]
+        solved = [_solve(parameter, old_dims, dims, may_average) for old_dims, dims in readings]
         solutions = [solution for solution in solved if solution is not None]
         if len(solutions) == 1:
             views, approximate = solutions[0]
@@ -233,7 +233,7 @@ def _dims_before(parameter: NewParameter, rule_of: RuleOf) -> Iterator[dict[str,
 
 
 def _solve(
-    parameter: NewParameter, before: Mapping[str, FactorDims], after: FactorDims, may_average: bool
+    parameter: NewParameter, old_dims: Mapping[str, FactorDims], new_dims: FactorDims, may_average: bool
 ) -> tuple[dict[str, View], set[str]] | None:
     """Computes `v_row` and `v_col` for a reading, and which of them are approximate, or returns None.
 
@@ -241,21 +241,21 @@ def _solve(
     """
 
     def slot_of(symbol: Symbol, kept: KeptDims) -> View:
-        wanted = _larger_than_one(kept, symbol.shape)
-        for kind, factor_keeps in zip(FACTORS, before[symbol.name].kept(len(symbol.shape)), strict=True):
+        dims_wanted = _larger_than_one(kept, symbol.shape)
+        for kind, factor_keeps in zip(FACTORS, old_dims[symbol.name].kept(len(symbol.shape)), strict=True):
             dims = sorted(_larger_than_one(factor_keeps, symbol.shape))
-            if set(dims) != wanted and not (may_average and wanted < set(dims)):
+            if set(dims) != dims_wanted and not (may_average and dims_wanted < set(dims)):
                 continue
             view = as_view(parameter.slots[kind][symbol.name], name=symbol.name)
             view = view.reshape([symbol.shape[dim] for dim in dims])
             for axis in reversed(range(len(dims))):
-                view = view if dims[axis] in wanted else mean_over(view, axis)
+                view = view if dims[axis] in dims_wanted else mean_over(view, axis)
             return view.reshape([symbol.shape[dim] for dim in sorted(kept)])
         raise CannotFollowError("no factor keeps these dimensions")
 
     views: dict[str, View] = {}
     approximate: set[str] = set()
-    for kind, kept in zip(FACTORS, after.kept(parameter.view.ndim), strict=True):
+    for kind, kept in zip(FACTORS, new_dims.kept(parameter.view.ndim), strict=True):
         replay = Replay(slot_of, of_parameters=False)
         try:
             views[kind] = replay.build(parameter.view, kept)
@@ -268,8 +268,8 @@ def _solve(
 
 def mean_over(view: View, axis: int) -> View:
     """Averages a view over an axis."""
-    before = (slice(None),) * axis
-    return Replay.mean([view[(*before, index)] for index in range(view.shape[axis])])
+    old_dims = (slice(None),) * axis
+    return Replay.mean([view[(*old_dims, index)] for index in range(view.shape[axis])])
 
 
 def _larger_than_one(dims: Iterable[int], shape: Shape) -> set[int]:

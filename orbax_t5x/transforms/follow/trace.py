@@ -159,8 +159,8 @@ class Replay:
             case MappedNode():
                 raise CannotFollowError(f"its parameter was computed anew ({node.text})")
             case ScaledNode() if self.of_parameters:
-                made, scale = self._build(node.input, kept), self._build(node.inputs[1], _all_dims(node.inputs[1]))
-                return View(dataclasses.replace(node, inputs=(made.node, scale.node)))
+                product, scale = self._build(node.input, kept), self._build(node.inputs[1], _all_dims(node.inputs[1]))
+                return View(dataclasses.replace(node, inputs=(product.node, scale.node)))
             case ScaledNode():
                 raise CannotFollowError("its parameter was quantized")
             case LowRankNode() if self.of_parameters:
@@ -198,8 +198,8 @@ class Replay:
                 self.is_exact = False
         built = self._build(node.input, frozenset(inner))[tuple(index)]
         order = sorted(dim for dim, axis in axis_of.items() if axis in kept)
-        wanted = [dim for axis, (dim, _) in enumerate(index_map.maps) if dim >= 0 and axis in kept]
-        built = built.transpose(tuple(order.index(dim) for dim in wanted))
+        order_wanted = [dim for axis, (dim, _) in enumerate(index_map.maps) if dim >= 0 and axis in kept]
+        built = built.transpose(tuple(order.index(dim) for dim in order_wanted))
         position = 0
         for axis, (dim, _) in enumerate(index_map.maps):
             if dim < 0 and index_map.shape[axis] != 1:
