@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -110,6 +111,16 @@ class OptimizerStructure:
             for parameter, slot in moments.slots.items()
         }
 
+    def add_box(self, box: str, leaves: Iterable[str]) -> None:
+        """Adds an optimizer without moments; a box inside or around a known one is left out."""
+        if any(is_below(box, known) or is_below(known, box) for known in self.boxes):
+            return
+        inside = [name for name in leaves if is_below(plain_name(name), box)]
+        self.boxes += [box] if inside else []
+        for name in inside:
+            directory, _, field = plain_name(name).rpartition("/")
+            self.fields.setdefault(directory, {})[field] = name
+
     def has(self, name: str) -> bool:
         """Returns True if a leaf belongs to an optimizer."""
         return any(is_below(name, box) for box in self.boxes)
@@ -182,7 +193,7 @@ class _Search:
                     votes[directory, root].add(parameter)
         by_directory: dict[str, list[str]] = collections.defaultdict(list)
         for directory, root in votes:
-            if self._is_told(directory, root, votes):
+            if self._is_told(directory, root, votes) and not self._is_of_another(directory, root):
                 by_directory[directory].append(root)
         best = {directory: _best_roots(directory, roots, votes) for directory, roots in by_directory.items()}
         accepted: dict[str, str] = {}
@@ -217,6 +228,17 @@ class _Search:
         arrays = {plain for plain in self.names if is_below(plain, root) and self._is_array(plain)}
         return bool(root) and kind in KINDS and len(arrays) > 1 and votes[directory, root] == arrays
 
+    def _is_of_another(self, directory: str, root: str) -> bool:
+        """Returns True if a directory has another model's word, as `gen_opt` has beside `dis_params`."""
+        words = path_words(root)
+        return bool(words) and not self._model_words.intersection(path_words(directory)) <= words
+
+    @functools.cached_property
+    def _model_words(self) -> set[str]:
+        """Words in the first parts of the names of leaves outside optimizers."""
+        beginnings = {tuple(parts[:-1][:2]) for plain, parts in self._parts.items() if plain not in self.marks}
+        return {word for beginning in beginnings for word in path_words("/".join(beginning))}
+
     def _endings(self, marks: Mapping[str, int]) -> dict[str, list[str]]:
         """Returns the plain names by each of their endings whose beginning has no optimizer's word."""
         endings: dict[str, list[str]] = collections.defaultdict(list)
@@ -230,13 +252,18 @@ class _Search:
         parts = self._parts[plain]
         for end in (len(parts), len(parts) - 1):
             for start in range(mark + 1, end):
+                if end < len(parts) and not (is_container(parts[start - 1]) or parts[start - 1].isdecimal()):
+                    continue
                 ending = "/".join(parts[start:end])
                 places = endings.get(ending, ())
                 fitting = [name for name in places if name != plain and self._fits(plain, name)]
                 if not fitting or len(places) > _MOST_PLACES:
                     continue
                 for name in fitting:
-                    yield "/".join(parts[:start]), name.removesuffix(ending).rstrip("/"), name
+                    root = name.removesuffix(ending).rstrip("/")
+                    # A whole name may begin with the root of a copy.
+                    if root or not has_copy_word(parts[start]):
+                        yield "/".join(parts[:start]), root, name
                 # A module of the model may be called as a moment is, a moment as a module, and a kind as a root.
                 if parts[start] not in KINDS and parts[start] != _INNER_ROOT:
                     return
@@ -292,7 +319,8 @@ class _Search:
             else:
                 remaining.append(plain)
         for directory, group in groups.items():
-            taken = add(directory, group, depth, root, paths) if any(map(self._is_array, group)) else ()
+            may_be_moment = any(map(self._is_array, group)) and not self._is_of_another(directory, root)
+            taken = add(directory, group, depth, root, paths) if may_be_moment else ()
             others = [plain for plain in group if plain not in taken]
             remaining += self._visit(others, depth + 1, add, root, paths) if others else ()
         return remaining
@@ -307,9 +335,7 @@ class _Search:
             if inner and any(self._parts[plain][depth : depth + 1] != [inner] for plain in plains):
                 continue
             slots = {prefixed(root, "/".join(self._parts[plain][start:])): plain for plain in plains}
-            if directory in self._voted:
-                repeated = {name: plain for name, plain in slots.items() if self._repeats({name: plain}, paths)}
-                slots = repeated or slots
+            slots = self._told(directory, slots, paths)
             if self._repeats(slots, paths):
                 self._append(root, node, kind, "kind first", slots, inner)
                 return slots.values()
@@ -318,18 +344,27 @@ class _Search:
     def _add_kind_last(
         self, directory: str, plains: Sequence[str], depth: int, root: str, paths: set[str]
     ) -> Collection[str]:
-        """Adds moments in T5X's form; returns their leaves, all of the directory or none."""
+        """Adds moments in T5X's form; returns their leaves."""
         by_kind: dict[str, dict[str, str]] = collections.defaultdict(dict)
         for plain in plains:
             parts = self._parts[plain]
             # T5X writes None for a parameter that an optimizer of several leaves to another.
             end = len(parts) if plain in self._empty else len(parts) - 1
             by_kind["".join(parts[end:])][prefixed(root, "/".join(parts[depth:end]))] = plain
-        if not all(self._repeats(slots, paths) for slots in by_kind.values()):
+        kinds = {kind: self._told(directory, slots, paths) for kind, slots in by_kind.items()}
+        if directory in self._voted:
+            kinds = {kind: slots for kind, slots in kinds.items() if self._repeats(slots, paths)}
+        if not all(self._repeats(slots, paths) for slots in kinds.values()):
             return ()
-        for name, slots in by_kind.items():
-            self._append(root, directory, name, "kind last", slots)
-        return plains
+        for kind, slots in kinds.items():
+            self._append(root, directory, kind, "kind last", slots)
+        return {plain for slots in kinds.values() for plain in slots.values()}
+
+    def _told(self, directory: str, slots: dict[str, str], paths: set[str]) -> dict[str, str]:
+        """Returns the leaves of a directory that evidence says is a moment, without those of no parameter."""
+        if directory not in self._voted:
+            return slots
+        return {name: plain for name, plain in slots.items() if self._repeats({name: plain}, paths)} or slots
 
     def _add_numbers(self, plains: Sequence[str], root: str, paths: set[str]) -> list[str]:
         """Adds numbers for each parameter beside moments, or of their kinds; returns the other leaves."""
@@ -366,20 +401,11 @@ class _Search:
 
     def add_states(self) -> None:
         """Adds the fields of optimizers without moments, whose directories are known by their words alone."""
-        inside: dict[str, str] = {}
         for plain, mark in self.marks.items():
             parts = self._parts[plain]
             end = next((at for at in range(mark, len(parts) - 1) if is_state(parts[at])), None)
-            if end is not None:
-                inside[plain] = "/".join(parts[: end + 1])
-        for plain, box in inside.items():
-            if self.result.has(plain) or any(is_below(known, box) for known in self.result.boxes):
-                continue
-            self.result.boxes.append(box)
-            for name in inside:
-                directory, _, field = name.rpartition("/")
-                if is_below(name, box):
-                    self.result.fields.setdefault(directory, {})[field] = self.names[name]
+            if end is not None and not self.result.has(plain):
+                self.result.add_box("/".join(parts[: end + 1]), self.names.values())
 
     # -- slots of a bundle, and copies
 

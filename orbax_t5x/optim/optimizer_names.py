@@ -66,3 +66,10 @@ def glued_parameter(name: str) -> str:
 def may_be_optimizer(name: str) -> bool:
     """Returns True if a part of a name is a word of optimizers' states."""
     return any(part in KINDS or is_container(part) for part in name.split("/"))
+
+
+def optimizer_path(name: str) -> str:
+    """Returns the directory in a name that is called as an optimizer's state is, or an empty text."""
+    parts = name.split("/")
+    end = next((at for at, part in enumerate(parts[:-1]) if is_container(part)), -1)
+    return "/".join(parts[: end + 1])

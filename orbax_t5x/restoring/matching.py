@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +17,8 @@ from orbax_t5x.lazy import LazyArray, Leaf, View, as_view
 from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.lazy.node import LeafNode, Node
 from orbax_t5x.lazy.value import ComputedLeaf, has_unfilled
+from orbax_t5x.optim.moments import OptimizerStructure, find_optimizer
+from orbax_t5x.optim.optimizer_names import is_in_optimizer, may_be_optimizer
 from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.restoring.targets import MissingLeaf, Target, TargetLeaf, is_key_dtype, is_parameter_name
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 _new_fitting: Callable[..., Fitting] = on_demand.function("orbax_t5x.restoring.fitting", "Fitting")
 _as_dtype = on_demand.function("orbax_t5x.transforms.dtype_names", "as_dtype")
 # Of leaves from a fallback.
-_is_in_optimizer = on_demand.function("orbax_t5x.optim.optimizer_names", "is_in_optimizer")
 # Of padded leaves only.
 _fill: Callable[[Node, Node], Node] = on_demand.function("orbax_t5x.lazy.fill", "fill")
 _NOTHING_RESTORED = Fix.any_of(
@@ -305,7 +306,7 @@ class Matcher:
         """Proposes to name the moments of parameters that the fallback gives in another shape."""
         ends = [f"/{name.partition('/')[2] or name}/" for name in self.replaced]
         shapes = [problem.leaf for problem in self.problems if problem.kind == "shape" and problem.leaf]
-        moments = [name for name in shapes if _is_in_optimizer(name) and any(end in f"/{name}/" for end in ends)]
+        moments = [name for name in shapes if is_in_optimizer(name) and any(end in f"/{name}/" for end in ends)]
         patterns = (*map(pattern_text, self._fillable or ()), *map(re.escape, moments))
         fix = Fix.setting("name the moments of a parameter that is new, too: pass {}", fallback_for=patterns)
         self.problems[:] = [
@@ -322,13 +323,28 @@ class Matcher:
                 f"{count} taken from the fallback, though the checkpoint has one of another shape: "
                 f"{listed(shapes, _SHOWN_NAMES)}"
             )
-        filled = _moments_beside_restored(entries)
-        if filled:
+        beside, unused = self._moments_begun_anew(entries)
+        if beside or unused:
+            reason = "beside restored ones of other parameters" if beside else "and the checkpoint's have no place"
             warnings.append(
-                f"{counted(len(filled), 'moment')} of the optimizer begin anew from the fallback, beside restored ones "
-                f"of other parameters: {listed(filled, _SHOWN_NAMES)}"
+                f"{counted(len(beside or unused), 'moment')} of the optimizer begin anew from the fallback, {reason}: "
+                f"{listed(beside or unused, _SHOWN_NAMES)}"
             )
         return warnings
+
+    def _moments_begun_anew(self, entries: Sequence[PlanEntry]) -> tuple[list[str], list[str]]:
+        """Lists moments from the fallback beside restored ones of their kind, and others that nobody called new."""
+        filled = {entry.name for entry in entries if entry.action == "fallback"}
+        beside: list[str] = []
+        unused: list[str] = []
+        optimizer = find_optimizer({entry.name: entry for entry in entries}) if filled else OptimizerStructure()
+        for moments in optimizer.moments:
+            begun = [] if moments.is_copy else [slot for slot in moments.slots.values() if slot in filled]
+            if begun and len(begun) < len(moments.slots):
+                beside += begun
+            elif any(map(may_be_optimizer, self.leftovers)):
+                unused += [slot for slot in begun if not self._is_named(slot)]
+        return beside, unused
 
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
         fidelity = self.diagnostics.fidelity.get(name, "")
@@ -360,32 +376,6 @@ class Matcher:
 
     def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: Fix) -> None:
         self.problems.append(Problem(kind, leaf, message, fix))
-
-
-def _moments_beside_restored(entries: Sequence[PlanEntry]) -> list[str]:
-    """Lists an optimizer's arrays from the fallback whose kind is restored for other parameters."""
-    if not any(entry.action == "fallback" for entry in entries):
-        return []
-    arrays = [entry for entry in entries if entry.shape and entry.action in ("read", "fallback")]
-    moments = {entry.name: entry for entry in arrays if _is_in_optimizer(entry.name)}
-    ends = {end for entry in arrays if entry.name not in moments for end in _name_ends(entry.name)}
-    kind_of_moment: dict[str, tuple[str, str]] = {}
-    for name in moments:
-        # Optax's names end with the parameter's, T5X's with the kind.
-        for param, kind in ((name, ""), name.rsplit("/", 1)):
-            longest = next((end for end in _name_ends(param) if end in ends), None)
-            if longest is not None:
-                kind_of_moment[name] = param.removesuffix(longest), kind
-                break
-    restored = {kind for name, kind in kind_of_moment.items() if moments[name].action == "read"}
-    return [name for name, kind in kind_of_moment.items() if moments[name].action == "fallback" and kind in restored]
-
-
-def _name_ends(name: str) -> Iterator[str]:
-    """Yields a name and its ends after each separator, the longest first."""
-    while name:
-        yield name
-        name = name.partition("/")[2]
 
 
 def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:

@@ -33,7 +33,11 @@ def code_of(value: Any) -> str:
 
 def dataclass_call(value: Any, name: str) -> str:
     """Returns the call `name(…)` that makes a dataclass."""
-    fields = [field for field in dataclasses.fields(value) if field.init and not field.name.startswith("_")]
+    fields = [
+        field
+        for field in sorted(dataclasses.fields(value), key=lambda field: field.kw_only)
+        if field.init and not field.name.startswith("_")
+    ]
     arguments: list[str] = []
     for field in fields:
         given = getattr(value, field.name)

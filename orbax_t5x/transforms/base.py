@@ -45,9 +45,10 @@ def _is_transform(value: Any) -> bool:
 def describe_fields(transform: Any) -> str:
     """Describes a dataclass by the fields that are set."""
     fields = []
-    for field in dataclasses.fields(transform):
+    for field in sorted(dataclasses.fields(transform), key=lambda field: field.kw_only):
         value = getattr(transform, field.name)
-        if field.repr and (field.default is dataclasses.MISSING or value != field.default):
+        is_shown = field.repr or (field.name == "follow" and field.init)
+        if is_shown and (field.default is dataclasses.MISSING or value != field.default):
             named = field.default is not dataclasses.MISSING
             fields.append(f"{field.name}={_short(value)}" if named else _short(value))
     return f"{type(transform).__name__}({', '.join(fields)})"
@@ -190,7 +191,7 @@ class Following(Transform):
       follow: whether moments follow their parameters.
     """
 
-    follow: bool = dataclasses.field(default=True, kw_only=True)
+    follow: bool = dataclasses.field(default=True, kw_only=True, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,7 @@ class FollowingOnRequest(Transform):
       follow: whether moments follow their parameters.
     """
 
-    follow: bool = dataclasses.field(default=False, kw_only=True)
+    follow: bool = dataclasses.field(default=False, kw_only=True, repr=False)
 
 
 AnyTransform = Transform | Callable[..., Any]

@@ -174,11 +174,12 @@ class FollowedState:
         own = _made_of(leaves, old)
         kept = {parameter for leaf in own for parameter in leaf.parameters}
         root = _new_root(group[0].root, own)
+        is_root_dropped = not any(is_below(name, group[0].root) for leaf in leaves for name in leaf.parameters)
         new = {id(moments): dataclasses.replace(moments, slots={}, root=root) for moments in group}
         for moments in group:
             for parameter, slot in moments.slots.items():
                 # A copy stays where its parameter is dropped, and so do all moments of a root that is dropped.
-                stays = parameter not in changed or (parameter not in kept and (moments.is_copy or not own))
+                stays = parameter not in changed or (parameter not in kept and (moments.is_copy or is_root_dropped))
                 if stays:
                     new[id(moments)].slots[parameter] = slot
                     self._put(slot, self._state[slot], result, diagnostics)

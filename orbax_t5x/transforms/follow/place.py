@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy.several import all_equal
 from orbax_t5x.optim.moments import OptimizerStructure, find_optimizer, is_below, path_words, plain_name
-from orbax_t5x.optim.optimizer_names import is_step, may_be_optimizer
+from orbax_t5x.optim.optimizer_names import is_step, may_be_optimizer, optimizer_path
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState, prefixed
@@ -57,9 +57,16 @@ def place_optimizer(
     wanted = {plain_name(name): name for name, leaf in target.items() if leaf is not None}
     if not target or state.keys() == wanted.keys():
         return dict(state)
-    if not any(is_step(name) or may_be_optimizer(name) for name in names.keys() ^ wanted.keys()):
+    changed = [name for name in names.keys() ^ wanted.keys() if is_step(name) or may_be_optimizer(name)]
+    if not changed:
         return _with_endings(state, wanted, diagnostics)
-    placing = _Placing(source or find_optimizer(state), find_optimizer(target), diagnostics)
+    old, new = source or find_optimizer(state), find_optimizer(target)
+    # An optimizer without moments is told by its name, or by the other side's.
+    named = (box for name in changed if (box := optimizer_path(name)))
+    for box in [*old.boxes, *new.boxes, *named]:
+        old.add_box(box, state)
+        new.add_box(box, target)
+    placing = _Placing(old, new, diagnostics)
     placing.pair()
     return placing.placed(state, target)
 

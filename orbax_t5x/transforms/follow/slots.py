@@ -87,12 +87,14 @@ def follow_parameter(parameter: NewParameter, rule_of: RuleOf) -> NewSlots:
     if whole is not None and is_same and not parameter.is_copy:
         result.views.update({kind: parameter.slots[kind][whole.name] for kind in kinds})
         return result
-    is_factored = all(kind in kinds for kind in FACTORS)
+    factors = [kind for kind in FACTORS if kind in kinds]
     # A copy takes casts and added constants, too.
     for kind in kinds:
-        if not is_factored or kind not in _SECOND_MOMENT:
+        if not factors or kind not in _SECOND_MOMENT:
             _follow_kind(parameter, kind, result)
-    if is_factored:
+        elif len(factors) == 1:
+            result.lost[kind] = "one of its two factors is missing"
+    if len(factors) > 1:
         _follow_second_moment(parameter, kinds, rule_of, result)
     if not is_rearranged(parameter.view):
         _mark_approximate(parameter, result)

@@ -293,6 +293,7 @@ class Expected:
       needs: Names of checkpoint leaves that the value is made of.
       is_moment: Whether it is an optimizer's leaf.
       group: What the slots of one hidden array have in common: one approximate slot makes all of them so.
+      counts: For a count whose moments come from several nodes: a moment's name, and the count of its node.
       alike: Values of leaves of the same kind elsewhere in the optimizer.
     """
 
@@ -301,4 +302,5 @@ class Expected:
     needs: frozenset[str] = frozenset()
     is_moment: bool = False
     group: Any = None
+    counts: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     alike: list[Any] = dataclasses.field(default_factory=list)

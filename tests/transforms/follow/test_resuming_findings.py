@@ -290,6 +290,47 @@ def test_moments_and_counts_of_a_given_list(tmp_path, change="clip before", rule
     assert_equal(restored, with_leaves(target, fallback | taken))
 
 
+@pytest.mark.parametrize("rules", [(), "auto"])
+def test_moments_of_parameters_that_are_frozen_are_left(tmp_path, rules):
+    """One label trains as before, and the other keeps no moments."""
+    labels = {"old": "trained", "out": "frozen"}
+    frozen = optax.multi_transform({"trained": ADAM, "frozen": optax.set_to_zero()}, labels)
+    state, target = filled(linen_state("old", ADAM)), linen_state("old", frozen)
+    names = leaves_by_name(target)
+    place = "inner_states/trained/inner_state/"
+    values = {
+        "opt_state/" + place + name.removeprefix("opt_state/") if name.startswith("opt_state/") else name: value
+        for name, value in leaves_by_name(state).items()
+        if not name.startswith("opt_state/") or "/out/" not in name
+    }
+    assert values.keys() == names.keys()
+    restored = ot.restore(saved(tmp_path, state), filled(target), rules, strict=False)
+    assert_equal(restored, with_leaves(target, values))
+
+
+def test_moments_stay_in_their_own_tower(tmp_path):
+    """Nothing of one tower goes to the other, also where its own moments have no place any more."""
+    layer = {"kernel": jax.ShapeDtypeStruct((3, 3), np.float32)}
+    old, new = {"a": layer, "b": layer}, {"c": layer, "b": layer}
+
+    def towers(first, second, parameters):
+        return {
+            "gen_params": parameters,
+            "gen_opt": jax.eval_shape(first.init, parameters),
+            "dis_params": old,
+            "dis_opt": jax.eval_shape(second.init, old),
+        }
+
+    state = filled(towers(optax.adam(0.1), optax.adafactor(0.1, min_dim_size_to_factor=2), old))
+    target = filled(towers(optax.adam(0.1), optax.adam(0.1), new))
+    rules = [T.Rename([("gen_params/a/(.*)", r"gen_params/c/\1")], follow=False)]
+    options = {"fallback": target, "fallback_for": ["(gen|dis)_opt/.*"], "strict": False}
+    plan = ot.plan_restore(saved(tmp_path, state), target, rules, **options)
+    restored = plan.execute()
+    assert "dis_opt/0/mu/a/kernel" in plan.filled and "dis_opt/0/nu/b/kernel" in plan.filled
+    assert_equal(restored["dis_opt"], target["dis_opt"])
+
+
 def test_two_places_of_one_kind_are_a_question(tmp_path):
     """Neither trace is the old one more than the other."""
     state = filled(linen_state("old", optax.trace(0.9)))
