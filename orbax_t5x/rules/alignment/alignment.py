@@ -46,8 +46,8 @@ class Alignment:
       >>> theirs = {f"decoder/layers_{i}/{name}": np.ones(4 + at) for i in range(3) for at, name in enumerate("ab")}
       >>> alignment = ot.rules.align(theirs, ours)
       >>> alignment.transforms
-      (Rename(follow=True, rules=(('(.*)/layers_(\\d+)/(.*)', '\\g<1>/\\g<2>/\\g<3>'),), require_match=True),
-       Rename(follow=True, rules=(('decoder/(.*)', 'dec/\\g<1>'),), require_match=True))
+      (Rename(rules=(('(.*)/layers_(\\d+)/(.*)', '\\g<1>/\\g<2>/\\g<3>'),), require_match=True),
+       Rename(rules=(('decoder/(.*)', 'dec/\\g<1>'),), require_match=True))
       >>> alignment.is_complete, alignment.inverse().transforms[1].rules
       (True, (('dec/(.*)', 'decoder/\\g<1>'),))
     """
