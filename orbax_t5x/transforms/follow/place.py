@@ -208,9 +208,9 @@ class _Placing:
         for origin, node in old.items():
             likely = [embedded[origin]] if origin in embedded else []
             likely += [place for pair in self._pairs for place in _places_beside(origin, *pair)]
-            # What stands in no chain has its own place.
-            if not any(part.isdecimal() for part in origin.split("/")):
-                likely.insert(0, origin)
+            # What stands in no chain has its own place, whatever stands below it.
+            if origin in new and new[origin].fields == node.fields and not _is_in_chain(origin):
+                likely, node = [origin], new[origin]
             place = next((place for place in likely if new.get(place) == node and place not in taken), None)
             if place is not None:
                 taken.add(place)
@@ -275,6 +275,10 @@ class _Placing:
 def _words_of_box(optimizer: OptimizerStructure, directory: str) -> frozenset[str]:
     """Returns the words that tell whose optimizer a directory is in."""
     return frozenset(path_words(next((box for box in optimizer.boxes if is_below(directory, box)), directory)))
+
+
+def _is_in_chain(directory: str) -> bool:
+    return any(part.isdecimal() for part in directory.split("/"))
 
 
 def _inside(inner: Mapping[str, _ChainNode], outer: Mapping[str, _ChainNode]) -> dict[str, str] | None:
