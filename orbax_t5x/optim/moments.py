@@ -373,7 +373,8 @@ class _Search:
 
     def _told(self, directory: str, slots: dict[str, str], paths: set[str]) -> dict[str, str]:
         """Returns the leaves of a directory that evidence says is a moment, without those of no parameter."""
-        if directory not in self._voted:
+        has_moments = any(voted != directory and is_below(voted, directory) for voted in self._voted)
+        if directory not in self._voted or has_moments:
             return slots
         return {name: plain for name, plain in slots.items() if self._repeats({name: plain}, paths)} or slots
 

@@ -124,8 +124,8 @@ class TransformSuite:
         transform = case.make()
         source, target = dict(case.source), dict(case.target)
         values = {name: value if value is None else value.copy() for name, value in source.items()}
-        first = run_and_place((transform,), source, target)
-        second = run_and_place((transform,), source, target)
+        first = transform.apply(source, target, Diagnostics())
+        second = transform.apply(source, target, Diagnostics())
         assert_same(first, second)
         assert list(first) == list(second)
         assert list(source) == list(case.source) and list(target) == list(case.target)
