@@ -219,6 +219,8 @@ class _Search:
             return False  # a part of a moment whose parameters are called otherwise
         if any(map(is_container, directory.split("/"))):
             return True
+        if node.rpartition("/")[2].isdecimal() and is_below(root, node):
+            return False  # its parameters would lie in its own link of a chain
         if has_copy_word(kind) and not node.rpartition("/")[2].isdecimal():
             return False
         siblings = {

@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy import LazyArray, LazyThreadPoolArray, ReadStats, Request, as_view
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from orbax_t5x.transforms import Chain, Keep
@@ -187,10 +186,9 @@ class TransformSuite:
         assert set(made) <= set(diagnostics.rule_for)
 
     def test_an_empty_state_raises_nothing_but_problems(self, case: Case) -> None:
-        try:
-            case.make()({}, {})
-        except RestorePlanError as error:
-            assert len(error.problems) == 1
+        diagnostics = Diagnostics()
+        case.make().apply({}, {}, diagnostics)
+        assert len(diagnostics.problems) <= 1
 
     def test_digests_are_the_same_in_every_process(self) -> None:
         script = (

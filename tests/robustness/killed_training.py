@@ -63,8 +63,12 @@ def source_values() -> dict[str, np.ndarray]:
 
 def state_of(step: int, values: dict[str, np.ndarray], frozen: str | None) -> dict[str, np.ndarray]:
     """The leaves of a step, by name; the frozen one stays as it is."""
-    swapped = {**values, "params/a": values["params/b"], "params/b": values["params/a"]}
-    return {name: value if name == frozen else value + np.float32(step) for name, value in swapped.items()}
+    return {name: values[_swapped(name)] + np.float32(0 if name == frozen else step) for name in values}
+
+
+def _swapped(name: str) -> str:
+    """The name in the source of what has this name in the run: the moments follow their parameters."""
+    return name[:-1] + {"a": "b", "b": "a"}[name[-1]] if name[-2:] in ("/a", "/b") else name
 
 
 # -- a job: it runs in a fork, and tells what it does through a pipe
@@ -126,7 +130,7 @@ class Job:
         flat = state_of(step, self._values, self._frozen)
         placed = {name: jax.device_put(value, rows) if value.shape else value for name, value in flat.items()}
         if self._frozen is not None:
-            placed[self._frozen] = source.leaves[self._frozen]
+            placed[self._frozen] = source.leaves[_swapped(self._frozen)]
         return unflatten(placed)
 
 
