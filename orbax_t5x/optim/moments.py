@@ -219,8 +219,9 @@ class _Search:
             return False  # a part of a moment whose parameters are called otherwise
         if any(map(is_container, directory.split("/"))):
             return True
-        if node.rpartition("/")[2].isdecimal() and is_below(root, node):
-            return False  # its parameters would lie in its own link of a chain
+        link = root.rpartition("/")[0]
+        if link.isdecimal() and any(parts[0] == link and parts[1] in KINDS for parts in self._parts.values()):
+            return False  # a moment in the state of a chain without its parameters
         if has_copy_word(kind) and not node.rpartition("/")[2].isdecimal():
             return False
         siblings = {
