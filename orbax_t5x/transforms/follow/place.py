@@ -66,7 +66,7 @@ def place_optimizer(
     for box in [*old.boxes, *new.boxes, *named]:
         old.add_box(box, state)
         new.add_box(box, target)
-    placing = _Placing(old, new, diagnostics)
+    placing = _Placing(old, new, set(names.values()), set(wanted_names.values()), diagnostics)
     placing.pair()
     return placing.placed(state, target)
 
@@ -82,18 +82,23 @@ def _with_endings(state: FlatState, wanted_names: Mapping[str, str], diagnostics
     return result
 
 
-def _chain_of(optimizer: OptimizerStructure) -> _OptimizerChain:
+def _chain_of(optimizer: OptimizerStructure, names: set[str]) -> _OptimizerChain:
+    """Returns the nodes of an optimizer that hold any of the leaves of these names."""
     kinds: dict[str, set[str]] = collections.defaultdict(set)
     parameters: dict[str, dict[str, None]] = collections.defaultdict(dict)
     slots: dict[tuple[str, str, str], str] = {}
     for moments in optimizer.moments:
-        if moments.is_copy or moments.form == "glued":
+        if moments.is_copy or moments.form == "glued" or names.isdisjoint(moments.slots.values()):
             continue
         kinds[moments.node].add(moments.kind)
         for parameter, slot in moments.slots.items():
             parameters[parameter][moments.node] = None
             slots[moments.node, moments.kind, parameter] = slot
-    directories = {*kinds, *optimizer.fields}
+    fields = {
+        directory: frozenset(field for field, name in held.items() if name in names)
+        for directory, held in optimizer.fields.items()
+    }
+    directories = {*kinds, *(directory for directory, held in fields.items() if held)}
     children: dict[str, set[str]] = collections.defaultdict(set)
     for directory in directories:
         path = directory
@@ -103,7 +108,7 @@ def _chain_of(optimizer: OptimizerStructure) -> _OptimizerChain:
                 children[path].add(child)
     nodes = {
         directory: _ChainNode(
-            frozenset(kinds[directory]), frozenset(optimizer.fields.get(directory, {})), frozenset(children[directory])
+            frozenset(kinds[directory]), fields.get(directory, frozenset()), frozenset(children[directory])
         )
         for directory in sorted(directories, key=_in_order)
     }
@@ -122,11 +127,18 @@ class _Placing:
       sources: Names of the state's leaves by the target's leaf that they become.
     """
 
-    def __init__(self, source: OptimizerStructure, target: OptimizerStructure, diagnostics: Diagnostics):
+    def __init__(
+        self,
+        source: OptimizerStructure,
+        target: OptimizerStructure,
+        names: set[str],
+        wanted_names: set[str],
+        diagnostics: Diagnostics,
+    ):
         self._source = source
         self._target = target
-        self._old = _chain_of(source)
-        self._new = _chain_of(target)
+        self._old = _chain_of(source, names)
+        self._new = _chain_of(target, wanted_names)
         self._diagnostics = diagnostics
         self._pairs: dict[tuple[str, str], None] = {}
         self.sources: dict[str, list[str]] = {}
