@@ -42,6 +42,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics, Why
 from orbax_t5x.transforms.migrations import Migration
 from orbax_t5x.transforms.run import run_on_leaves
 from orbax_t5x.trees.flat import parents, prefixed
+from orbax_t5x.trees.subtrees import exact_patterns
 
 # Only a plan that fails is explained, and only found rules can cover a part of a model.
 _explain_failure = on_demand.function("orbax_t5x.restoring.diagnose.explain", "explain_failure")
@@ -220,13 +221,16 @@ def build_plan(
 
 def _refuse_lost(inputs: PlanInputs, diagnostics: Diagnostics) -> None:
     """Records a problem for each slot that the target wants and that cannot follow, unless `fallback_for` names it."""
-    for name, reason in diagnostics.lost.items():
-        if name in inputs.target.leaves and name not in diagnostics.new_leaves:
-            message = f"the optimizer's leaf cannot follow its parameter: {reason}"
-            words = "if its history may be lost, pass {} with values for it in the fallback"
-            alone = Fix("give the rule follow=False, which leaves the moments as they are")
-            fix = Fix.any_of(alone, Fix.setting(words, fallback_for=(re.escape(name),)))
-            diagnostics.problem("optimizer", name, message, fix)
+    targets = inputs.target.leaves
+    lost = [name for name in diagnostics.lost if name in targets and name not in diagnostics.new_leaves]
+    if not lost:
+        return
+    words = "if their history may be lost, pass {} with values for them in the fallback"
+    alone = Fix("give the rule follow=False, which leaves the moments as they are")
+    fix = Fix.any_of(alone, Fix.setting(words, fallback_for=tuple(exact_patterns(lost, list(targets)))))
+    for name in lost:
+        message = f"the optimizer's leaf cannot follow its parameter: {diagnostics.lost[name]}"
+        diagnostics.problem("optimizer", name, message, fix)
 
 
 def _migrations(given: Sequence[AnyTransform], rest: Sequence[AnyTransform]) -> PlanMigrations | None:
