@@ -323,28 +323,25 @@ class Matcher:
                 f"{count} taken from the fallback, though the checkpoint has one of another shape: "
                 f"{listed(shapes, _SHOWN_NAMES)}"
             )
-        beside, unused = self._moments_begun_anew(entries)
+        beside, unused = self._begun_anew(entries)
         if beside or unused:
             reason = "beside restored ones of other parameters" if beside else "and the checkpoint's have no place"
-            warnings.append(
-                f"{counted(len(beside or unused), 'moment')} of the optimizer begin anew from the fallback, {reason}: "
-                f"{listed(beside or unused, _SHOWN_NAMES)}"
-            )
+            count = counted(len(beside or unused), "leaf of the optimizer begins", "leaves of the optimizer begin")
+            shown = listed(beside or unused, _SHOWN_NAMES)
+            warnings.append(f"{count} anew from the fallback, {reason}: {shown}")
         return warnings
 
-    def _moments_begun_anew(self, entries: Sequence[PlanEntry]) -> tuple[list[str], list[str]]:
-        """Lists moments from the fallback beside restored ones of their kind, and others that nobody called new."""
-        filled = {entry.name for entry in entries if entry.action == "fallback"}
+    def _begun_anew(self, entries: Sequence[PlanEntry]) -> tuple[list[str], list[str]]:
+        """Lists moments from the fallback beside restored ones of their kind, and leaves that nobody called new."""
+        filled = {entry.name: entry for entry in entries if entry.action == "fallback"}
         beside: list[str] = []
-        unused: list[str] = []
         optimizer = find_optimizer({entry.name: entry for entry in entries}) if filled else OptimizerStructure()
         for moments in optimizer.moments:
             begun = [] if moments.is_copy else [slot for slot in moments.slots.values() if slot in filled]
-            if begun and len(begun) < len(moments.slots):
-                beside += begun
-            elif any(map(may_be_optimizer, self.leftovers)):
-                unused += [slot for slot in begun if not self._is_named(slot)]
-        return beside, unused
+            beside += begun if len(begun) < len(moments.slots) else []
+        if not any(map(may_be_optimizer, self.leftovers)):
+            return beside, []
+        return beside, [name for name in filled if may_be_optimizer(name) and not self._is_named(name)]
 
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
         fidelity = self.diagnostics.fidelity.get(name, "")

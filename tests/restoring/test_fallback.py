@@ -269,7 +269,7 @@ def test_a_named_leaf_of_another_shape_is_filled_and_told(transforms):
     assert set(plan.filled) == {"params/head/w", "opt_state/0/mu/head/w"}
     shapes, moments = plan.warnings
     assert "params/head/w (the checkpoint has (8, 3))" in shapes and shapes.startswith("2 leaves are taken")
-    assert "1 moment of the optimizer" in moments and "opt_state/0/mu/head/w" in moments
+    assert "1 leaf of the optimizer" in moments and "opt_state/0/mu/head/w" in moments
     assert "1 of 2 model parameters from the checkpoint, 1 from fallback" in str(plan)
     got = plan.execute()
     for params, old in ((got["params"], saved["params"]), (got["opt_state"]["0"]["mu"], saved["opt_state"]["0"]["mu"])):
