@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 SLOT_MAP: dict[str, str] = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
@@ -52,6 +53,7 @@ def is_step(name: str) -> bool:
     return name.removesuffix("/value").rpartition("/")[2] == "step"
 
 
+@functools.lru_cache(4096)
 def has_copy_word(path: str) -> bool:
     """Returns True if a path says that its parameters are an average or another copy."""
     return not _COPIES.isdisjoint(re.split("[^A-Za-z0-9]+", path.lower()))

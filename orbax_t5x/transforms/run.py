@@ -220,7 +220,8 @@ class _ChainRun:
         matched = set[str]() if rules is None else rules.matching(slots)
         if rules is not None and rules.takes_names and matched:
             # Moments that the rule names are renamed or dropped by it, as any leaf.
-            followed = self._begin(self._joined(state), transform)
+            if state is not followed.visible:
+                followed = self._begin(self._joined(state), transform)
             followed.take_out(rules)
             return self._joined(self._apply(transform, followed.visible), is_known=False)
         self._diagnostics.slots = matched

@@ -73,8 +73,8 @@ def _state(optimizer: Any, parameters: Mapping[str, Any]) -> Any:
 
 def _train_state(towers: Towers, optimizers: list[Any], copies: Towers) -> Any:
     return TrainState(
-        step=_step(),  # type: ignore[arg-type]
-        apply_fn=None,  # type: ignore[arg-type]
+        step=_step(),  # type: ignore[arg-type]  # an array, as a train state has after a step
+        apply_fn=None,  # type: ignore[arg-type]  # nothing is applied here
         params=nested(towers[0]),
         tx=optimizers[0],
         opt_state=_state(optimizers[0], towers[0]),
