@@ -13,7 +13,7 @@ import numpy as np
 from orbax_t5x.cli.arguments import read_json_object
 from orbax_t5x.cli.mapping import MappingOptions, answers_as_options, plan_options
 from orbax_t5x.errors import CheckpointNotFoundError
-from orbax_t5x.files.places import files_at, opening, scheme_of
+from orbax_t5x.files.places import files_at, opening, resolved_path
 from orbax_t5x.operations.convert.convert import ConvertReport, convert_for
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME
@@ -92,10 +92,8 @@ def _read_companions(options: argparse.Namespace) -> Mapping[str, bytes]:
 
 def read_companions(path: str) -> Mapping[str, bytes]:
     """Reads the files of `COMPANIONS` in a directory."""
-    scheme = scheme_of(path)
-    directory = path if scheme is None or scheme.download is None else scheme.download(path, COMPANIONS)
     with opening():
-        store = files_at(directory)
+        store = files_at(resolved_path(path))
         names = [name for name, is_there in zip(COMPANIONS, store.has_files(COMPANIONS), strict=True) if is_there]
         if not names:
             raise CheckpointNotFoundError(f"there is none of {', '.join(COMPANIONS)}", path=path)

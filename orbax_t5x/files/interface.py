@@ -1,8 +1,8 @@
 """Interface of readers to bytes: a root's files and each file.
 
-`LocalFiles` is a directory of this machine: names are walked with file descriptors, reads are `preadv`. `RemoteFiles`
-is a prefix of a bucket or of a web server: files are objects, reads are requests for byte ranges. Readers know neither;
-`files_at` alone makes them. A name is always relative, with '/', and never leaves the root; only the root itself, which
+`LocalFiles` is a directory of this machine: reads are `preadv`. `RemoteFiles` is a prefix of a bucket, of a web server or
+of a repository on the hub: files are objects, reads are requests for byte ranges. Readers know neither; `files_at` makes
+them. A name is always relative, with '/', and never leaves the root; only the root itself, which
 the caller named, may be a symlink to anywhere.
 """
 
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
+from orbax_t5x.files.limits import Limits
 
 
 class ReadAhead(Protocol):
-    """Announced reads in order; a remote store may begin them early."""
+    """Announced reads in order; a remote store fetches several together."""
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Fills buffers with a file's bytes from `offset` on.
@@ -47,15 +47,10 @@ class FilePlace(Protocol):
 class StoredBytes(FilePlace, ReadAhead, Protocol):
     """Bytes of a file, or of some ranges of it."""
 
-    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
         """Announces reads of (offset, size).
 
         The result reads exactly these, in this order.
-
-        Args:
-          ranges: to read.
-          into: the buffers that `read_into` will be given for each, which a remote store may fill before; empty if
-            they are not known yet, or hold other bytes until then.
         """
         ...
 
@@ -81,23 +76,7 @@ class StoredFile(StoredBytes, Protocol):
 
     @property
     def size(self) -> int:
-        """The size in bytes; it costs several requests to buckets."""
-        ...
-
-    @property
-    def known_size(self) -> int | None:
-        """The size, or None if it takes a request."""
-        ...
-
-    def require_size(self, size: int) -> bool:
-        """Reports whether the file has exactly this size."""
-        ...
-
-    def load(self, limit: int) -> None:
-        """Announces that the whole file will be read.
-
-        It has at most `limit` bytes; a remote store fetches it at once.
-        """
+        """The size in bytes when the checkpoint was opened."""
         ...
 
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
@@ -120,13 +99,11 @@ class ArrayDirectory(NamedTuple):
 
     The bytes of its metadata file come with it.
 
-    `identity` is equal for two names of the same directory; `kvstore` is that of `Files.kvstore`; `files` are as they
-    were before the metadata were read.
+    `identity` is equal for two names of the same directory; `files` are as they were before the metadata were read.
     """
 
     path: str
     identity: Hashable
-    kvstore: dict[str, Any] | None
     metadata: bytes
     files: Snapshot
 
@@ -138,14 +115,14 @@ class Look(NamedTuple):
       kind: "file", "directory", "missing", "special" (a FIFO, a socket, a device), or "outside" (a link that leads out
         of the root).
       head, tail: the first and last bytes of a file.
-      size: of a file; None if a remote store does not report it.
+      size: of a file.
       names: of the entries of a directory.
     """
 
     kind: str
     head: bytes = b""
     tail: bytes = b""
-    size: int | None = 0
+    size: int = 0
     names: frozenset[str] = frozenset()
 
 
@@ -164,14 +141,15 @@ class Named(Protocol):
         """The path for messages; a URL if it is remote."""
         ...
 
-    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        """Reads bytes of a file or value, or returns None.
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
+        """Reads all bytes of a file or value, at most `limit`.
 
-        None: there is no such name.
+        `bound` is the name of that limit in errors.
 
         Raises:
-          LimitExceededError: there are more bytes than `wanted.most`.
-          CheckpointError: the store failed, or the file ends before `wanted.stop`.
+          CheckpointNotFoundError: There is no such name.
+          LimitExceededError: There are more bytes.
+          CheckpointError: The store failed.
         """
         ...
 
@@ -185,17 +163,12 @@ class Files(FilePlace, Named, Protocol):
     Attributes:
       named: the root as the caller named it, absolute: symlinks are not resolved.
       can_list: whether the store lists its files; web servers do not.
-      compares_for_all: whether this process compares stamps for all processes of its job.
+      limits: of the opening.
     """
 
     named: str
     can_list: bool
-    compares_for_all: bool = False
-
-    @property
-    def is_near(self) -> bool:
-        """True if a remote store answers at once."""
-        return False
+    limits: Limits
 
     # -- the root itself; the caller's symlinks are followed
 
@@ -260,13 +233,6 @@ class Files(FilePlace, Named, Protocol):
         """
         ...
 
-    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
-        """Reads all bytes of a file, at most `limit`.
-
-        `bound` is the name of that limit in errors.
-        """
-        ...
-
     def read_end(self, name: str, size: int) -> bytes:
         """Reads the last `size` bytes of a file, or a shorter file."""
         ...
@@ -283,20 +249,17 @@ class Files(FilePlace, Named, Protocol):
         """Makes later reads of the files a ValueError."""
         ...
 
-    # -- announcements, which cost nothing locally
-
-    def stat_ahead(self, names: Sequence[str], *, beside: Sequence[str] = ()) -> None:
-        """Announces stats of files, some of them beside the root."""
-
-    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        """Announces files that will be read whole, as `stat_ahead`."""
-
     # -- what TensorStore reads by itself
 
-    def kvstore(self, name: str) -> dict[str, Any] | None:
-        """Returns TensorStore's spec of a directory, or None.
+    def kvstore(self, name: str, metadata: str, files: Callable[[], Sequence[str]]) -> dict[str, Any]:
+        """Returns TensorStore's spec of a directory.
 
-        There is no slash at the path's end; "" is the root. None: only `read_range` reads it, as of a remote store.
+        It may block: of a store that TensorStore cannot read, files are fetched whole first.
+
+        Args:
+          name: Directory, without a slash at its end; "" is the root.
+          metadata: Name of a file in the directory.
+          files: Returns the names of the files that will be read, relative to the directory.
         """
         ...
 
@@ -333,7 +296,11 @@ class Files(FilePlace, Named, Protocol):
 
 
 class Snapshot:
-    """Files at the opening, compared once in each execution."""
+    """Files at the opening, and their comparison with it.
+
+    Attributes:
+      path: of the file that describes them.
+    """
 
     def __init__(self, files: Files, names: Sequence[str], metadata: str, *, leaf: str | None = None):
         """Looks at files; see `Files.stamp`."""
@@ -343,15 +310,24 @@ class Snapshot:
         self._stamp = files.stamp(self._names, metadata, leaf=leaf)
         self._lock = threading.Lock()
         self._checked_in: weakref.ref[object] | None = None
+        self.path: str = files.join(metadata)
 
     def was_checked(self, execution: object) -> bool:
-        """Reports whether `check_unchanged` has been called in this execution."""
+        """Reports whether `check_once` has been called in this execution."""
         checked = self._checked_in
         return checked is not None and checked() is execution
 
-    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+    def check_once(self, execution: object, *, leaf: str | None = None) -> None:
         """Compares the files once in each execution; blocks."""
         with self._lock:
             if not self.was_checked(execution):
-                self._stamp = self._files.require_stamp(self._names, self._metadata, self._stamp, leaf=leaf)
+                self.check_unchanged(leaf=leaf)
                 self._checked_in = weakref.ref(execution)
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """Compares the files; blocks.
+
+        Raises:
+          CheckpointGoneError: They changed.
+        """
+        self._stamp = self._files.require_stamp(self._names, self._metadata, self._stamp, leaf=leaf)

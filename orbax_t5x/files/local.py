@@ -13,15 +13,14 @@ from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
     CheckpointIOError,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     LimitExceededError,
     UnsafeCheckpointError,
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local_file import File, OpenFiles
 from orbax_t5x.files.paths import FILE_FLAGS, Descriptor, Root, io_error
-from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 
 # Of chunked arrays only.
 _tree_stamp: Callable[..., str] = on_demand.function("orbax_t5x.files.tree_checks", "tree_stamp")
@@ -41,11 +40,10 @@ class LocalFiles(Root, Files):
     is_remote = False
     can_list = True
 
-    def __init__(self, path: str | os.PathLike[str], *, max_open: int = _MAX_OPEN_FILES):
+    def __init__(self, path: str | os.PathLike[str], *, limits: Limits | None = None, max_open: int = _MAX_OPEN_FILES):
         super().__init__(path)
+        self.limits: Limits = limits or Limits()
         self._opened = OpenFiles(max_open)
-        # Of arrays: their snapshots prove, before each read, that no symlink leads to them.
-        self._plain_directories: set[str] = set()
 
     # -- the root itself
 
@@ -150,17 +148,6 @@ class LocalFiles(Root, Files):
         with opened:
             return self._read(opened, name, slice(max(0, found.st_size - size), found.st_size), None)
 
-    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        self.require_open()
-        is_plain = name.rpartition("/")[0] in self._plain_directories
-        try:
-            opened, found = self.open(name, leaf=context.leaf, is_plain=is_plain)
-        except CheckpointNotFoundError:
-            return None
-        with opened:
-            place = wanted.within(found.st_size, "the file", path=self.join(name), leaf=context.leaf)
-            return self._read(opened, name, place, context.leaf)
-
     def _read(self, opened: Descriptor, name: str, place: slice, leaf: str | None) -> bytes:
         """Reads bytes of an open file."""
         pieces: list[bytes] = []
@@ -193,7 +180,7 @@ class LocalFiles(Root, Files):
 
     # -- what TensorStore reads by itself
 
-    def kvstore(self, name: str) -> dict[str, Any]:
+    def kvstore(self, name: str, metadata: str, files: Callable[[], Sequence[str]]) -> dict[str, Any]:
         return {"driver": "file", "path": self.locate(name) if name else self.path}
 
     def entries(self, name: str) -> dict[str, bool]:
@@ -216,12 +203,10 @@ class LocalFiles(Root, Files):
             found = os.fstat(fd) if last is None else os.stat(last, dir_fd=fd, follow_symlinks=False)
             files = Snapshot(self, [directory], metadata, leaf=leaf)
             data = _read_plain(fd, metadata, limit) if last is None else None
-            if path == self.join(directory):
-                self._plain_directories.add(directory)
         if data is None:
             # A link, or something that is wrong: the walk down the whole name follows it, or raises the error.
             data = self.read_whole(os.path.join(directory, metadata), limit=limit, leaf=leaf, bound="Limits.json_bytes")
-        return ArrayDirectory(path, (found.st_dev, found.st_ino), {"driver": "file", "path": path}, data, files)
+        return ArrayDirectory(path, (found.st_dev, found.st_ino), data, files)
 
 
 def _look_at(fd: int, path: str, head: int, tail: int) -> Look:

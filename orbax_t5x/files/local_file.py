@@ -123,11 +123,11 @@ class File:
     Attributes:
       name: relative to the root.
       path: for messages.
-      size, known_size: in bytes, when the checkpoint was opened.
+      size: in bytes, when the checkpoint was opened.
       is_remote: see `StoredFile`.
     """
 
-    __slots__ = ("_identity", "_opened", "_root", "known_size", "name", "path", "size")
+    __slots__ = ("_identity", "_opened", "_root", "name", "path", "size")
     is_remote = False
 
     def __init__(self, root: Root, opened: OpenFiles, name: str, found: os.stat_result):
@@ -137,7 +137,6 @@ class File:
         self.name: str = name
         self.path: str = root.join(name)
         self.size: int = found.st_size
-        self.known_size: int = found.st_size
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Fills buffers in order with the bytes from `offset` on."""
@@ -151,14 +150,7 @@ class File:
         finally:
             self._opened.release(self)
 
-    def require_size(self, size: int) -> bool:
-        """Implements `StoredFile.require_size`."""
-        return self.size == size
-
-    def load(self, limit: int) -> None:
-        """Does nothing: local reads need no prefetch; see `StoredFile.load`."""
-
-    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> File:
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> File:
         """Implements `StoredBytes.ahead`: each range is read when it is requested."""
         return self
 

@@ -1,42 +1,38 @@
-"""Files of a caller's path, and the table of URLs' schemes.
+"""Files of a caller's path, local or remote, and the opening that calls share.
 
-Nothing else asks if a path is a URL. Only the caller's own URL comes here; no file decides where a request goes. Here
-is also the opening that calls share.
+Nothing else asks if a path is a URL. Only the caller's own URL comes here; no file decides where a request goes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+import urllib.parse
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from orbax_t5x import on_demand
-from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.errors import UnsupportedCheckpointError, error_at
 from orbax_t5x.files.interface import Files
-from orbax_t5x.files.limits import Limits, metadata_budget
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import url_scheme
-from orbax_t5x.registry import Registry
 
-if TYPE_CHECKING:
-    from orbax_t5x.files.transcript import Transcript
-
-_Result = TypeVar("_Result")
-_remote_files = on_demand.function("orbax_t5x.files.remote.remote_files", "RemoteFiles")
-_recorded_files = on_demand.function("orbax_t5x.files.recorded", "RecordedFiles")
+_remote_files = on_demand.function("orbax_t5x.files.remote", "RemoteFiles")
+_find_hub_url = on_demand.function("orbax_t5x.files.hub", "find_hub_url")
 # Names of files of all formats: no directory is imagined under them.
 FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
+SCHEMES = ("http", "https", "s3", "gs", "hf")
 
 
 class StoreUrl(NamedTuple):
     """A parsed URL.
 
     Attributes:
-      base: the server or the bucket, as text, without a slash at the end.
-      key: what follows, without slashes around it; as a name, not percent-encoded.
-      is_directory: whether the URL ended in a slash.
+      base: Server, bucket or commit on the hub, as text, without a slash at the end.
+      key: What follows, without slashes around it; as a name, not percent-encoded.
+      is_directory: Whether the URL ended in a slash, or names no file.
     """
 
     base: str
@@ -44,67 +40,48 @@ class StoreUrl(NamedTuple):
     is_directory: bool
 
 
-class Scheme(NamedTuple):
-    """Scheme of URLs.
+def resolved_path(path: str) -> str:
+    """Returns a local path with `~` expanded, or the URL of a remote path.
 
-    Attributes:
-      find: returns the URL of a user without encoding, from where names are appended to it as they are; or the path of
-        local files that it downloaded.
-      parse: splits such a URL.
-      server: makes the `Server` of a URL's base, with the clock of its responses.
-      download: returns a local directory with those of some files that a directory has; None if they are read in place.
-    """
-
-    find: Callable[[str], str]
-    parse: Callable[[str], StoreUrl]
-    server: Callable[[str, Any], Any]
-    download: Callable[[str, Sequence[str]], str] | None = None
-
-
-SCHEMES: Registry[Scheme] = Registry(
-    "scheme",
-    {
-        "http": "orbax_t5x.extras.web.web_server:WEB",
-        "https": "orbax_t5x.extras.web.web_server:WEB",
-        "s3": "orbax_t5x.extras.buckets.buckets:BUCKETS",
-        "gs": "orbax_t5x.extras.buckets.buckets:BUCKETS",
-        "hf": "orbax_t5x.extras.web.hub_ranges:HUB",
-    },
-    group="orbax_t5x.schemes",
-)
-
-
-def scheme_of(path: str) -> Scheme | None:
-    """Returns the scheme of a URL, or None.
-
-    None for a local path.
+    A URL is returned without percent-encoding, so that names can be appended; of the hub, with the commit.
 
     Raises:
-      UnsupportedCheckpointError: no such URLs are read.
+      UnsupportedCheckpointError: URLs of this scheme or form are not read.
+      CheckpointError: The hub failed.
     """
-    name = url_scheme(path)
-    if name is None:
-        return None
-    try:
-        return SCHEMES.get(name)
-    except KeyError:
-        known = ", ".join(SCHEMES.names())
+    scheme = url_scheme(path)
+    if scheme is None:
+        return os.path.expanduser(path)
+    if scheme not in SCHEMES:
+        known = ", ".join(SCHEMES)
+        raise UnsupportedCheckpointError(f"{scheme}:// paths are not read; {known} and local paths are", path=path)
+    url = f"{scheme}://{path.partition('://')[2]}"
+    if scheme == "hf":
+        try:
+            return _find_hub_url(url)
+        except UnsupportedCheckpointError as error:
+            raise error_at(error, path=path, leaf=None) from None
+    split_url(url)
+    if scheme in ("s3", "gs"):
+        return url
+    if "?" in url or "#" in url:
         raise UnsupportedCheckpointError(
-            f"{name}:// paths are not read; {known} and local paths are", path=path
-        ) from None
-
-
-def lower_scheme(url: str) -> str:
-    """Returns a URL with its scheme in lower case."""
-    return f"{url_scheme(url)}://{url.partition('://')[2]}"
+            "URLs with a query or a fragment are not read: the names of further files could not be appended", path=path
+        )
+    return f"{scheme}://{urllib.parse.unquote(url.partition('://')[2])}"
 
 
 def split_url(url: str) -> StoreUrl:
-    """Parses a URL of a server or a bucket.
+    """Parses a URL of a server, a bucket or a commit on the hub.
 
     Raises:
-      UnsupportedCheckpointError: no host or bucket, or a password in it.
+      UnsupportedCheckpointError: It has no host or bucket, or a password.
     """
+    scheme = url_scheme(url)
+    if scheme == "hf":
+        organisation, _, rest = url.partition("://")[2].partition("/")
+        name, _, key = rest.partition("/")
+        return StoreUrl(f"hf://{organisation}/{name}", key.strip("/"), not key.strip("/"))
     where, _, rest = url.partition("://")[2].partition("/")
     if not where:
         raise UnsupportedCheckpointError("the URL names no server or bucket", path=url)
@@ -119,85 +96,51 @@ def split_url(url: str) -> StoreUrl:
             "the host has a port that is no number; names and passwords in URLs are not used", path=url
         )
     key = rest.strip("/")
-    return StoreUrl(f"{url_scheme(url)}://{where}", key, not key or rest.endswith("/"))
+    return StoreUrl(f"{scheme}://{where}", key, not key or rest.endswith("/"))
 
 
 class Opening:
-    """Servers and buckets of a call.
+    """Limits and stores of a call.
 
     Attributes:
-      timeout: seconds that one read of a remote store may take.
-      servers: by their URL.
+      limits: Limits that opened files hold.
+      stores: Servers and buckets by their URL.
     """
 
-    def __init__(self, timeout: float):
-        self.timeout = timeout
-        self.servers: dict[str, Any] = {}
-
-    def close_idle(self) -> None:
-        """Closes the connections that no request uses."""
-        for server in self.servers.values():
-            server.close_idle()
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.stores: dict[str, Any] = {}
 
 
 _OPENING: ContextVar[Opening | None] = ContextVar("orbax_t5x_opening", default=None)
-_TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("orbax_t5x_transcript", default=None)
 
 
 def current_opening() -> Opening:
     """Returns the opening that runs, or a new opening."""
-    return _OPENING.get() or Opening(Limits().io_timeout_secs)
-
-
-def current_transcript() -> Transcript | None:
-    """Returns the transcript of an opening that processes share."""
-    return _TRANSCRIPT.get()
-
-
-def answered(request: Sequence[Any], ask: Callable[[], _Result]) -> _Result:
-    """Asks a question that belongs to no files yet."""
-    transcript = current_transcript()
-    return ask() if transcript is None else transcript.answer(request, ask)
-
-
-@contextmanager
-def using(transcript: Transcript) -> Generator[None, None, None]:
-    """Records or replays the answers of an opening."""
-    token = _TRANSCRIPT.set(transcript)
-    try:
-        yield
-    finally:
-        _TRANSCRIPT.reset(token)
-        transcript.close()
+    return _OPENING.get() or Opening(Limits())
 
 
 @contextmanager
 def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
-    """Shares servers during a call, and calls inside it."""
+    """Shares limits and stores during a call, and calls inside it."""
     if (entered := _OPENING.get()) is not None:
         yield entered
         return
-    limits = limits or Limits()
-    made = Opening(limits.io_timeout_secs)
-    token = _OPENING.set(made)
+    opened = Opening(limits or Limits())
+    token = _OPENING.set(opened)
     try:
-        with metadata_budget(limits):
-            yield made
-    except BaseException:
-        made.close_idle()
-        raise
+        yield opened
     finally:
         _OPENING.reset(token)
-        for server in made.servers.values():
-            server.forget()
+        for store in opened.stores.values():
+            store.forget()
 
 
 def files_at(path: str) -> Files:
     """Makes the files of a directory or file, local or remote."""
     if "://" in path and url_scheme(path) is not None:
         return _remote_files(path)
-    transcript = _TRANSCRIPT.get()
-    return LocalFiles(path) if transcript is None else _recorded_files(path, transcript)
+    return LocalFiles(path, limits=current_opening().limits)
 
 
 def open_directory_of(path: str) -> tuple[Files, str]:

@@ -135,7 +135,7 @@ def _read_neighbours(file: StoredBytes, rows: Sequence[_Row], stats: ReadStats) 
             for number in window.members:
                 rows[number].leaf.read_blocking(rows[number].requests, stats)
         raise
-    file.check_unchanged(leaf=first)
+    stats.prove_unchanged(file, leaf=first)
 
 
 def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
@@ -152,6 +152,7 @@ def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "
             stored.append((leaf, requests))
     if stored:
         run_on_read_thread(read_leaves(stored, stats))
+        stats.check_watched()
         note_read(stats)
     for leaf, one in lowered:
         with naming_memory_errors(leaf.path, leaf.name):

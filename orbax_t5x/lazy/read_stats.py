@@ -6,9 +6,10 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Generator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
-from orbax_t5x.concurrency import Budget
+from orbax_t5x.concurrency import Budget, run_jobs
+from orbax_t5x.files.interface import StoredBytes
 
 Verify = Literal["touched", "full", "off"]
 
@@ -36,8 +37,21 @@ class ChecksummedRange(NamedTuple):
     times: int = 1
 
 
+class WatchedFile(Protocol):
+    """File of a remote store that is compared with the opening once, at the end of an execution."""
+
+    @property
+    def path(self) -> str:
+        """The URL."""
+        ...
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """Raises CheckpointGoneError if it changed."""
+        ...
+
+
 class ReadStats:
-    """Counters and checksums of an execution.
+    """Counters, checksums and remote files of an execution.
 
     Attributes:
       verify: which checksums are wanted ("touched", "full", "off"); a leaf computes none under "off".
@@ -57,6 +71,7 @@ class ReadStats:
         self.gap_bytes: int = 0
         self.fill_chunks: int = 0
         self._ranges: dict[object, list[ChecksummedRange]] = {}
+        self._watched: dict[str, WatchedFile] = {}
         self._lock = threading.Lock()
 
     def count(self, bytes_read: int, gap_bytes: int = 0, fill_chunks: int = 0) -> None:
@@ -65,6 +80,28 @@ class ReadStats:
             self.bytes_read += bytes_read
             self.gap_bytes += gap_bytes
             self.fill_chunks += fill_chunks
+
+    def prove_unchanged(self, file: StoredBytes, *, leaf: str | None = None) -> None:
+        """Compares a file that was read with the opening: at once, or a remote one at the end of the execution."""
+        if file.is_remote:
+            self.watch(file)
+        else:
+            file.check_unchanged(leaf=leaf)
+
+    def watch(self, file: WatchedFile) -> None:
+        """Adds a file of a remote store to those that `check_watched` compares."""
+        with self._lock:
+            self._watched.setdefault(file.path, file)
+
+    def check_watched(self) -> None:
+        """Compares the watched files with the opening, each once; blocks.
+
+        Raises:
+          CheckpointGoneError: One of them changed.
+        """
+        with self._lock:
+            watched, self._watched = self._watched, {}
+        run_jobs(file.check_unchanged for file in watched.values())
 
     def add_range(self, leaf: object, part: ChecksummedRange) -> None:
         """Records the checksum of some bytes of a leaf."""

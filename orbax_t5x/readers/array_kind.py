@@ -5,8 +5,8 @@ value. So the work of a read follows the box that is wanted and the chunks that 
 filled at once. Grids are regular and begin at the origin.
 
 Arrays are alike: a checkpoint of thousands has a few metadata. Of each kind TensorStore opens an array in memory, and
-so decides on the metadata of all. Chunks of plain elements, compressed or not, are decoded here, those of many arrays
-in a call. TensorStore decodes all others, from memory: each has a place of its own in an array that is long enough.
+so decides on the metadata of all. Small arrays of plain elements, compressed or not, are decoded here, those of many arrays
+in a call. TensorStore reads and decodes all others.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ import cramjam
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import OnceEach
-from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.files.crc import CRC32C
-from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.lazy.box import Box, box_slices, intersect, shift, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.ranges.elements import as_stored
-from orbax_t5x.readers.tensorstore_specs import array_spec, open_known
+from orbax_t5x.readers.tensorstore_specs import array_spec
 
 
 def count_chunks(boxes: Iterable[Box], chunks: Sequence[int]) -> int:
@@ -102,28 +99,17 @@ class StoredChunks:
     """The stored chunks of an array, listed at its first read.
 
     `Snapshot` notices chunks that are added later.
-
-    A remote store that keeps chunks as files has no list of them: there each chunk of a read is asked for, and one read
-    may have at most `most` of them.
     """
 
-    def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...], most: int):
+    def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...]):
         self._cell = cell
         self._grid = grid
-        self._most = most
         self._listed: np.ndarray | None = None
 
     async def find(self, keys: ChunkKeys, names: Callable[[], Awaitable[list[str]]]) -> None:
         """Lists the chunks once."""
         if self._listed is None:
             self._listed = keys.indices(await names(), self._grid)
-
-    def require_few(self, boxes: Sequence[Box], chunk: Sequence[int]) -> None:
-        """Refuses boxes of too many chunks without a list."""
-        if (count := count_chunks(boxes, chunk)) > self._most:
-            raise LimitExceededError(
-                f"one read has {count} chunks, which the store cannot list, more than Limits.chunks = {self._most}"
-            )
 
     def fill(self, requests: Sequence[Request], value: np.ndarray) -> tuple[list[Request], int]:
         """Fills the uncovered rest of a mostly empty box."""
@@ -169,8 +155,6 @@ _MOST_CHUNKS = 64
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # The bit of a frame's descriptor after which its content's size follows, and those of a dictionary that must be unset.
 _ONE_SEGMENT = 0x20
-# More chunks than are decoded at a time.
-_PLACES = 1 << 24
 # Codecs that end what they wrote with a checksum, which TensorStore compares. Of zstd that is an option.
 _CHECKING_CODECS = ("gzip", "zlib", "crc32c")
 
@@ -194,7 +178,7 @@ class Sharding(NamedTuple):
     def of(cls, metadata: Mapping[str, Any], chunks: int) -> Sharding | None:
         """Returns the shards of so many chunks, or None.
 
-        None also for shards of another kind than Orbax's, which are fetched whole.
+        None also for shards of another kind than Orbax's.
         """
         codecs = metadata.get("codecs", ())
         if [codec["name"] for codec in codecs] != [_SHARDING]:
@@ -208,10 +192,10 @@ class Sharding(NamedTuple):
         return cls(chunks, settings.get("index_location", "end") == "end", len(index) > 1, inner)
 
     @property
-    def index_range(self) -> BoundedRange:
+    def index_slice(self) -> slice:
         """The bytes of the index in a shard."""
         size = SHARD_ENTRY_BYTES * self.chunks + (_CRC_BYTES if self.has_crc else 0)
-        return BoundedRange.last(size) if self.is_last else BoundedRange.between(0, size)
+        return slice(-size, None) if self.is_last else slice(0, size)
 
     def entries(self, index: bytes) -> np.ndarray:
         """Parses offset and size of each chunk.
@@ -220,7 +204,9 @@ class Sharding(NamedTuple):
           ValueError: the index is damaged.
         """
         numbers, crc = index[: SHARD_ENTRY_BYTES * self.chunks], index[SHARD_ENTRY_BYTES * self.chunks :]
-        if len(index) != self.index_range.size or (crc and CRC32C.extend(0, numbers) != int.from_bytes(crc, "little")):
+        if len(crc) != (_CRC_BYTES if self.has_crc else 0) or (
+            crc and CRC32C.extend(0, numbers) != int.from_bytes(crc, "little")
+        ):
             raise ValueError("the index of a shard is damaged")
         return np.frombuffer(numbers, "<u8").reshape(self.chunks, 2)
 
@@ -230,57 +216,10 @@ class Sharding(NamedTuple):
         Raises:
           ValueError: the shard is damaged, or has no chunk.
         """
-        offset, size = self.entries(shard[self.index_range.start : self.index_range.stop])[0].tolist()
+        offset, size = self.entries(shard[self.index_slice])[0].tolist()
         if offset + size > len(shard):
             raise ValueError(f"a shard of {len(shard)} bytes has a chunk of {size} bytes at byte {offset}")
         return shard[offset : offset + size]
-
-
-class ChunkDecoder:
-    """TensorStore's decoder of chunks in memory; safe in threads."""
-
-    def __init__(self, kvstore: Mapping[str, Any], spec: Mapping[str, Any], chunk: Sequence[int], context: ts.Context):
-        """Opens an array with a place for each chunk."""
-        self._chunk = chunk or (1,)
-        self._memory = ts.KvStore.open(dict(kvstore), context=context).result()
-        metadata = {key: value for key, value in spec["metadata"].items() if key != "dimension_names"}
-        metadata["shape"] = [_PLACES * self._chunk[0], *self._chunk[1:]]
-        if "chunks" in metadata:
-            metadata["chunks"] = list(self._chunk)
-        else:
-            metadata["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": list(self._chunk)}}
-            if not chunk:
-                metadata["codecs"] = [codec for codec in metadata["codecs"] if codec["name"] != "transpose"]
-        self._array = open_known({**spec, "metadata": metadata}, context)
-        self._keys = ChunkKeys.of(metadata)
-        self._places = itertools.count()
-
-    def begin(self, data: bytes, requests: Sequence[Request]) -> tuple[str, list[ts.WriteFutures]]:
-        """Begins to decode boxes of a chunk."""
-        place = next(self._places) % _PLACES
-        key = self._keys.key([place, *[0] * (len(self._chunk) - 1)])
-        self._memory[key] = data
-        try:
-            writes: list[ts.WriteFutures] = []
-            for box, out in requests:
-                # From the grid of the array to the place of the chunk.
-                sides = zip(box, self._chunk, strict=False)
-                within = [slice(low % size, (high - 1) % size + 1) for (low, high), size in sides]
-                first = self._chunk[0] * place
-                index = (slice(first + within[0].start, first + within[0].stop), *within[1:]) if within else (first,)
-                writes.append(ts.array(out, write=True, copy=False).write(self._array[index]))
-            return key, writes
-        except BaseException:
-            del self._memory[key]
-            raise
-
-    def end(self, key: str, writes: Sequence[ts.WriteFutures]) -> None:
-        """Awaits what `begin` began; drops the chunk."""
-        try:
-            for write in writes:
-                write.result()
-        finally:
-            del self._memory[key]
 
 
 class ArrayKind:
@@ -291,9 +230,9 @@ class ArrayKind:
       chunk: the shape that is decoded at a time; () for a rank-0 array.
       shard: the shape that is stored under a key; a chunk, or several with an index.
       keys: of its chunks, or of its shards.
-      sharding: its shards, or None if what is stored under a key is fetched whole.
-      fetched: the shape that is fetched at a time; `grid` is how many there are, along each dimension.
-      chunk_bytes, most_encoded: of that, decoded, and at most as it is stored.
+      sharding: its shards, or None without an index.
+      grid: how many chunks there are along each dimension.
+      chunk_bytes, most_encoded: of a chunk, decoded, and at most as it is stored.
       is_small: whether `arrays` decodes arrays of the kind.
       boxes, stored_keys: of all their chunks; of other kinds none.
       metadata: as TensorStore writes them.
@@ -321,16 +260,12 @@ class ArrayKind:
         self.keys: ChunkKeys = ChunkKeys.of(self.metadata)
         self.sharding: Sharding | None = Sharding.of(self.metadata, math.prod(self.shard) // math.prod(self.chunk))
         self.fill_value: np.ndarray | None = np.asarray(array.fill_value) if absent_is_fill else None
-        self.fetched: tuple[int, ...] = self.shard if self.sharding is None else self.chunk
-        spec["metadata"] = self.metadata if self.sharding is None else {**self.metadata, "codecs": self.sharding.codecs}
-        self._make_decoder = functools.partial(ChunkDecoder, kvstore, spec, self.fetched, context)
-        self._decoder: OnceEach[None, ChunkDecoder] = OnceEach()
-        self.chunk_bytes: int = math.prod(self.fetched) * self.dtype.itemsize
+        self.chunk_bytes: int = math.prod(self.chunk) * self.dtype.itemsize
         self.most_encoded: int = self.chunk_bytes + self.chunk_bytes // 32 + (1 << 16)
-        sides = list(zip(self.shape, self.fetched, strict=True))
+        sides = list(zip(self.shape, self.chunk, strict=True))
         self.grid: tuple[int, ...] = tuple([-(-size // side) for size, side in sides])
         count = math.prod(self.grid)
-        is_small = count <= _MOST_CHUNKS and count * self.chunk_bytes <= SMALL_BYTES and self.fetched == self.shard
+        is_small = count <= _MOST_CHUNKS and count * self.chunk_bytes <= SMALL_BYTES and self.chunk == self.shard
         self._codec = self._plain_codec() if is_small else None
         self.is_small: bool = self._codec is not None and as_stored(self.dtype)
         self.boxes: tuple[Box, ...] = ()
@@ -340,11 +275,10 @@ class ArrayKind:
             self.boxes = tuple(itertools.product(*cuts))
             self.stored_keys = tuple(map(self.keys.key, itertools.product(*map(range, self.grid))))
 
-    @property
-    def decoder(self) -> ChunkDecoder:
-        """The decoder of any chunks, made at its first use."""
-        # Two of them would give chunks the same places.
-        return self._decoder.get(None, self._make_decoder)
+    def all_keys(self) -> list[str]:
+        """Lists the keys of all chunks, or shards, of an array."""
+        grid = [-(-size // side) for size, side in zip(self.shape, self.shard, strict=True)]
+        return list(map(self.keys.key, itertools.product(*map(range, grid))))
 
     def _plain_codec(self) -> str | None:
         """Returns the codec of row-major, little-endian elements; "" for none."""
@@ -422,7 +356,7 @@ class ArrayKind:
             if wrong := [len(value) for value in values if len(value) != size]:
                 raise ValueError(f"a chunk has {wrong[0]} bytes, and must have {size}")
             memory.reshape(-1)[:] = np.frombuffer(b"".join(values), np.uint8)
-        return memory.view(self.dtype).reshape(len(values), *self.fetched)
+        return memory.view(self.dtype).reshape(len(values), *self.chunk)
 
 
 def _inflated(data: bytes, size: int) -> bytes:

@@ -263,7 +263,7 @@ class BoxChecksums(Checksums):
         """Returns the error of a wrong checksum."""
         leaf = self._leaf
         try:
-            self._files.check_unchanged(ReadStats(), leaf=leaf.name)
+            self._files.check_unchanged(leaf=leaf.name)
         except CheckpointError as error:
             return error
         box = box_text(self._sums.boxes[mismatch.number]) if leaf.shape else "its value"

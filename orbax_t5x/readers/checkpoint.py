@@ -101,7 +101,7 @@ class Checkpoint:
         self._leaves: Mapping[str, View] = MappingProxyType(
             dict(zip(names := sorted(leaves), map(View, leaf_nodes([leaves[name] for name in names])), strict=True))
         )
-        self._closers: list[Callable[[], None]] = [] if close is None else [close]
+        self._close = close
 
     @property
     def leaves(self) -> Mapping[str, View]:
@@ -143,12 +143,8 @@ class Checkpoint:
 
     def close(self) -> None:
         """Releases files; leaves can no longer be read."""
-        for close in self._closers:
-            close()
-
-    def also_close(self, close: Callable[[], None]) -> None:
-        """Adds an action of `close`, for `open_checkpoint`."""
-        self._closers.append(close)
+        if self._close is not None:
+            self._close()
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -19,7 +19,7 @@ from importlib.resources.abc import Traversable
 
 from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError, for_caller
 from orbax_t5x.files.interface import Files, Subdirectories
-from orbax_t5x.files.places import files_at, scheme_of
+from orbax_t5x.files.places import files_at, resolved_path
 from orbax_t5x.readers.format_table import BUNDLE_STATE, MSGPACK_MAP, SSTABLE_TAIL, Format, Mark
 from orbax_t5x.text.masked import masked
 
@@ -263,8 +263,7 @@ def path_text(path: UserPath) -> str:
         raise CheckpointNotFoundError("the path is empty; '.' is the working directory")
     if "\0" in text:
         raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
-    scheme = scheme_of(text)
-    return os.path.expanduser(text) if scheme is None else scheme.find(text)
+    return resolved_path(text)
 
 
 def _order_hint(given: object) -> str:

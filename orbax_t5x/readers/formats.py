@@ -68,9 +68,8 @@ def open_checkpoint(
     check_item(item)
     check_limits(limits)
     limits = limits if limits is not None else Limits()
-    with opening(limits) as session:
+    with opening(limits):
         checkpoint = _open_path(text, format, item, limits)
-    checkpoint.also_close(session.close_idle)
     checkpoint.given_path = text
     return checkpoint
 

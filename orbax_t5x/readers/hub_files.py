@@ -39,7 +39,6 @@ LFS_POINTER = b"version https://git-lfs"
 def read_config(root: Files, limits: Limits) -> Mapping[str, Any]:
     """Reads the model's configuration, or why it cannot be read."""
     try:
-        root.read_ahead([_CONFIG], limit=limits.json_bytes)
         if not root.exists(_CONFIG):
             return {"config": None}
         data = root.read_whole(_CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")

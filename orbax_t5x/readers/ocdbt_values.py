@@ -1,8 +1,7 @@
 """The values of an OCDBT database, local or remote.
 
-The nodes of its tree are read by us, and decoded by TensorStore. TensorStore would read them itself, value by value,
-and take whatever a web server sends. So each node is read once, each value with its length, as the node above it
-records that, and names of data files stay below the database.
+The nodes of its tree are read by us, each once, and decoded by TensorStore, which would read small values one by one.
+Names of data files stay below the database.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ import tensorstore as ts
 
 from orbax_t5x.concurrency import OnceEach
 from orbax_t5x.errors import (
-    CheckpointError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
-    error_at,
 )
 from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
-from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.tensorstore_specs import typed_error
 
@@ -78,9 +75,11 @@ class OcdbtValues:
         self._opened: OnceEach[str, StoredFile] = OnceEach()
         self._nodes: OnceEach[ValueLocation, _TreeNode] = OnceEach()
         self._read_nodes: dict[ValueLocation, _TreeNode] = {}
-        found = files.read_range(self._prefix + _MANIFEST, BoundedRange.whole(self._limit))
-        if found is None:
-            raise CorruptCheckpointError(f"{_MANIFEST} is missing, so the arrays cannot be found", path=self.path)
+        try:
+            found = files.read_whole(self._prefix + _MANIFEST, limit=self._limit)
+        except CheckpointNotFoundError:
+            message = f"{_MANIFEST} is missing, so the arrays cannot be found"
+            raise CorruptCheckpointError(message, path=self.path) from None
         versions = self._decoded(_MANIFEST, found, None).get("versions")
         if not versions:
             raise UnsupportedCheckpointError("an OCDBT database of numbered manifests is not read", path=self.path)
@@ -88,7 +87,7 @@ class OcdbtValues:
         self._height: int = versions[-1]["root_height"]
         self._root = self._location(root["location"]) if "location" in root else None
         if self._root is not None:
-            self._node(self._root, self._height, ANYONE)
+            self._node(self._root, self._height)
 
     @functools.cached_property
     def in_tree(self) -> FileExtent:
@@ -99,33 +98,31 @@ class OcdbtValues:
         """Returns a file of the database, statted once."""
         return self._opened.get(name, lambda: self._files.file(self._prefix + name))
 
-    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        """Implements `Named.read_range`."""
-        try:
-            found = self.find(name, context)
-        except CheckpointError as error:
-            raise error_at(error, path=error.path, leaf=context.leaf) from error
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
+        """Implements `Named.read_whole`."""
+        found = self.find(name)
         if found is None:
-            return None
+            raise CheckpointNotFoundError(f"there is no value {name!r}", path=self.path, leaf=leaf)
         size = len(found) if isinstance(found, bytes) else found.size
-        place = wanted.within(size, f"the value {name!r}", path=self.path, leaf=context.leaf)
-        if isinstance(found, bytes):
-            return found[place]
-        return self._read(found.file, found.offset + place.start, found.offset + place.stop, context)
+        if size > limit:
+            message = f"the value {name!r} has {size} bytes, more than {bound} = {limit}"
+            raise LimitExceededError(message, path=self.path, leaf=leaf)
+        return found if isinstance(found, bytes) else self._read(found, leaf)
 
-    def _read(self, file: str, start: int, stop: int, context: ReadContext) -> bytes:
-        if start == stop:
+    def _read(self, place: ValueLocation, leaf: str | None = None) -> bytes:
+        if not place.size:
             return b""
-        data = self._files.read_range(self._prefix + file, BoundedRange.between(start, stop), context)
-        if data is None:
-            raise CorruptCheckpointError("the data file is missing", path=f"{self.path}/{file}", leaf=context.leaf)
-        return data
+        try:
+            return bytes(self.file(place.file).read(place.offset, place.size, leaf=leaf))
+        except CheckpointNotFoundError:
+            path = f"{self.path}/{place.file}"
+            raise CorruptCheckpointError("the data file is missing", path=path, leaf=leaf) from None
 
-    def find(self, name: str, context: ReadContext = ANYONE) -> bytes | ValueLocation | None:
+    def find(self, name: str) -> bytes | ValueLocation | None:
         """Finds a value, or its place in a data file."""
         key, location, height = name.encode(), self._root, self._height
         while location is not None:
-            node = self._read_nodes.get(location) or self._node(location, height, context)
+            node = self._read_nodes.get(location) or self._node(location, height)
             number = bisect.bisect_right(node.keys, key) - 1
             if number < 0:
                 return None
@@ -139,38 +136,31 @@ class OcdbtValues:
             location, height, key = entry, height - 1, key[len(prefix) :]
         return None
 
-    def names(self, prefix: str) -> list[str]:
-        """Lists the keys that begin with a prefix, without it."""
-        start = prefix.encode()
-        found: list[bytes] = []
-        pending = [] if self._root is None else [(self._root, self._height, b"")]
+    def data_files(self) -> list[str]:
+        """Lists the names of all files of the database."""
+        names = {_MANIFEST}
+        pending = [] if self._root is None else [(self._root, self._height)]
         while pending:
-            location, height, before = pending.pop()
-            node = self._node(location, height, ANYONE)
-            if not height:
-                found += [before + key for key in node.keys]
-                continue
-            # A node holds the keys from its own to that of the next one.
-            last = [*[before + key for key in node.keys[1:]], None]
-            for key, stop, entry, more in zip(node.keys, last, node.entries, node.prefixes, strict=True):
-                is_before = stop is not None and stop <= start
-                is_behind = before + key > start and not (before + key).startswith(start)
-                if not is_before and not is_behind:
-                    assert isinstance(entry, ValueLocation)
-                    pending.append((entry, height - 1, before + more))
-        return [key[len(start) :].decode("utf-8", "replace") for key in found if key.startswith(start)]
+            location, height = pending.pop()
+            names.add(location.file)
+            places = [entry for entry in self._node(location, height).entries if isinstance(entry, ValueLocation)]
+            if height:
+                pending += [(place, height - 1) for place in places]
+            else:
+                names.update(place.file for place in places)
+        return sorted(names)
 
-    def _node(self, location: ValueLocation, height: int, context: ReadContext) -> _TreeNode:
-        node = self._nodes.get(location, lambda: self._read_node(location, height, context))
+    def _node(self, location: ValueLocation, height: int) -> _TreeNode:
+        node = self._nodes.get(location, lambda: self._read_node(location, height))
         self._read_nodes[location] = node
         return node
 
-    def _read_node(self, location: ValueLocation, height: int, context: ReadContext) -> _TreeNode:
+    def _read_node(self, location: ValueLocation, height: int) -> _TreeNode:
         with self._lock:
             self._left -= location.size
             if self._left < 0:
                 raise LimitExceededError(f"nodes of more than Limits.index_bytes = {self._limit} bytes", path=self.path)
-        data = self._read(location.file, location.offset, location.offset + location.size, context._replace(leaf=None))
+        data = self._read(location)
         decoded = self._decoded(_FETCHED, data, f"btreenode::{_FETCHED}:0:{location.size}")
         if decoded["height"] != height:
             raise CorruptCheckpointError(f"{_DOING}: a node of another height", path=self.path)

@@ -1,8 +1,8 @@
 """Small arrays, decoded many at a time.
 
 They are not opened in TensorStore. In an OCDBT database a node of the tree holds the values of thousands of them. It is
-read once; small values beside the tree are read by windows of their data file. Chunks that are files are read by
-themselves. TensorStore decodes what is encoded in an unusual way, or is damaged.
+read once; small values beside the tree are read by windows of their data file. Chunks that are local files are read by
+themselves. TensorStore reads what is encoded in an unusual way, or is damaged.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorstore as ts
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
-from orbax_t5x.files.interface import StoredBytes
-from orbax_t5x.files.ranges import ReadContext
+from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, LimitExceededError
+from orbax_t5x.files.interface import Named, StoredBytes
 from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import box_slices, intersect
 from orbax_t5x.lazy.leaf import BlockingLeaf, FileExtent, HeldRead, Request
 from orbax_t5x.lazy.read_stats import ReadStats
-from orbax_t5x.readers.array_kind import SMALL_BYTES, ArrayKind, requests_by_chunk
-from orbax_t5x.readers.fetched_array import FetchedArray
+from orbax_t5x.readers.array_kind import SMALL_BYTES, ArrayKind
 from orbax_t5x.readers.ocdbt_values import OcdbtValues, ValueLocation
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import open_known
@@ -70,43 +69,60 @@ class StoredValues(NamedTuple):
         return cls(tuple(values), file, FileExtent(file, start, stop) if is_near else None)
 
 
-def chunked_leaf(
-    name: str, path: str, array: FetchedArray, spec: Callable[[], dict[str, Any]] | None, **options: Any
-) -> TensorStoreLeaf:
-    """Makes the leaf of an array.
+class ArrayPlace(NamedTuple):
+    """Place of an array: the values that hold its chunks, its name among them, and how TensorStore reads it.
 
-    Large local ones TensorStore reads by `spec`; it is None for a remote store.
+    Attributes:
+      values: Files of a directory, or values of a database.
+      name: Prefix of the keys of its chunks, without a slash at the end.
+      spec: Makes TensorStore's spec without metadata; may block.
     """
-    kind = array.kind
-    place: StoredValues | None = None
+
+    values: Named
+    name: str
+    spec: Callable[[], dict[str, Any]]
+
+
+def chunked_leaf(name: str, path: str, kind: ArrayKind, place: ArrayPlace, **options: Any) -> TensorStoreLeaf:
+    """Makes the leaf of an array; large ones TensorStore reads."""
+
+    def open() -> ts.TensorStore:
+        return open_known({**place.spec(), "metadata": kind.metadata}, kind.context)
+
+    values: StoredValues | None = None
     is_small = kind.is_small
-    if is_small and isinstance(array.values, OcdbtValues):
-        place = StoredValues.find(array.values, kind, array.name)
-        is_small = place is not None
-    elif is_small and spec is None:
-        is_small = len(kind.boxes) < 2  # chunks of a remote store are fetched at the same time
+    if is_small and isinstance(place.values, OcdbtValues):
+        values = StoredValues.find(place.values, kind, place.name)
+        is_small = values is not None
+    elif options["root"].is_remote:
+        is_small = False  # TensorStore requests many at a time
     if is_small:
-        return SmallArrayLeaf(name, path, array, place, **options)
-    if spec is None:
-        return TensorStoreLeaf(name, path, kind, array, **options)
-    return TensorStoreLeaf(
-        name, path, kind, lambda: open_known({**spec(), "metadata": kind.metadata}, kind.context), **options
-    )
+        return SmallArrayLeaf(name, path, kind, open, place, values, **options)
+    return TensorStoreLeaf(name, path, kind, open, **options)
 
 
 class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
     """Leaf of a small array."""
 
-    __slots__ = ("_fetched", "_place")
+    __slots__ = ("_place", "_values")
 
-    def __init__(self, name: str, path: str, array: FetchedArray, place: StoredValues | None, **options: Any):
-        super().__init__(name, path, array.kind, array, **options)
-        self._fetched = array
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        kind: ArrayKind,
+        open: Callable[[], ts.TensorStore],
+        place: ArrayPlace,
+        values: StoredValues | None,
+        **options: Any,
+    ):
+        super().__init__(name, path, kind, open, **options)
         self._place = place
+        self._values = values
 
     @property
     def extent(self) -> FileExtent | None:
-        return None if self._place is None else self._place.extent
+        return None if self._values is None else self._values.extent
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         pool = waiting_pool() if self.is_remote else reader_pool()
@@ -123,15 +139,17 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
                 [array] = kind.arrays([stored])
                 absent = self._fill_absent(array, wanted, stored)
             except ValueError:  # TensorStore decides
-                by_chunk = list(requests_by_chunk(requests, kind.fetched))
-                absent = self._fetched.read_chunks(by_chunk, ReadContext(self.name))
+                array = self.opened()
+                for box, out in requests:
+                    ts.array(out, write=True, copy=False).write(array[box_slices(box)]).result()
                 self._add_sums(requests, stats)
+                absent = 0
             else:
                 self.copy(requests, array, stats)
         except Exception as error:
             # In files that changed meanwhile this is no damage.
             if isinstance(error, CorruptCheckpointError) or not isinstance(error, CheckpointError):
-                self._files.check_unchanged(ReadStats(stats.verify), leaf=self.name)
+                self._files.check_unchanged(leaf=self.name)
             if isinstance(error, CheckpointError):
                 raise
             raise self._typed(error) from error
@@ -154,32 +172,45 @@ class SmallArrayLeaf(TensorStoreLeaf, BlockingLeaf):
         """Proves that the leaf can be read, and its files are unchanged."""
         self._root.require_open()
         self.raise_error()
-        if not self._files.was_checked(stats):
-            self._files.check_unchanged(stats, leaf=self.name)
+        if self.is_remote:
+            stats.watch(self._files)
+        elif not self._files.was_checked(stats):
+            self._files.check_once(stats, leaf=self.name)
 
     def stored_chunks(self, wanted: Sequence[bool]) -> list[bytes | None]:
         """Reads wanted chunks as they are stored; None for the rest."""
-        read: list[bytes | None] = []
-        for number, is_wanted in enumerate(wanted):
-            value = None
-            if is_wanted and self._place is None:
-                value = self._fetched.read_stored(self._kind.stored_keys[number], ReadContext(self.name))
-            elif is_wanted and self._place is not None:
-                value = self._place.values[number]
-                if not isinstance(value, bytes):
-                    data = np.empty(value.size, np.uint8)
-                    self._place.file.read_into(value.offset, [data], leaf=self.name)
-                    value = data.tobytes()
-            read.append(value)
-        return read
+        return [self._stored_chunk(number) if is_wanted else None for number, is_wanted in enumerate(wanted)]
+
+    def _stored_chunk(self, number: int) -> bytes | None:
+        """Reads a chunk as it is stored, or returns None if it is absent."""
+        if self._values is None:
+            key = self._key(number)
+            try:
+                return self._place.values.read_whole(key, limit=self._kind.most_encoded, leaf=self.name)
+            except CheckpointNotFoundError:
+                return None
+            except LimitExceededError as error:  # no codec makes so much of a chunk
+                raise CorruptCheckpointError(error.message, path=error.path, leaf=error.leaf) from None
+        value = self._values.values[number]
+        if isinstance(value, bytes):
+            return value
+        data = np.empty(value.size, np.uint8)
+        self._values.file.read_into(value.offset, [data], leaf=self.name)
+        return data.tobytes()
+
+    def _key(self, number: int) -> str:
+        name, key = self._place.name, self._kind.stored_keys[number]
+        return f"{name}/{key}" if name else key
 
     def _fill_absent(self, array: np.ndarray, wanted: Sequence[bool], stored: Sequence[bytes | None]) -> int:
         """Fills wanted chunks that are not stored; counts them."""
         kind, absent = self._kind, 0
         for number, (is_wanted, value) in enumerate(zip(wanted, stored, strict=True)):
             if is_wanted and value is None:
-                fill_value = self._fetched.require_fill_value(kind.stored_keys[number], self.name)
-                array[(*box_slices(kind.boxes[number]), ...)] = fill_value
+                if kind.fill_value is None:
+                    message = f"reading it: the chunk {self._key(number)} is missing"
+                    raise CorruptCheckpointError(message, path=self._place.values.path, leaf=self.name)
+                array[(*box_slices(kind.boxes[number]), ...)] = kind.fill_value
                 absent += 1
         return absent
 

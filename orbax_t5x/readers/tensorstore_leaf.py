@@ -29,7 +29,6 @@ from orbax_t5x.lazy.box import Box, box_size, box_slices
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.array_kind import ArrayKind, StoredChunks, count_chunks, requests_by_chunk
-from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY, typed_error
 
 if TYPE_CHECKING:
@@ -48,10 +47,11 @@ class TensorStoreLeaf(Leaf):
     """Zarr array, broken if a chunk takes too much memory."""
 
     __slots__ = (
-        "_array",
         "_chunk_bytes",
         "_files",
         "_kind",
+        "_open",
+        "_opened",
         "_root",
         "_stored",
         "_sums",
@@ -71,7 +71,7 @@ class TensorStoreLeaf(Leaf):
         name: str,
         path: str,
         kind: ArrayKind,
-        array: FetchedArray | Callable[[], ts.TensorStore],
+        open: Callable[[], ts.TensorStore],
         *,
         root: Files,
         prng_impl: str | None = None,
@@ -79,10 +79,12 @@ class TensorStoreLeaf(Leaf):
         inline_bytes: int = 0,
         files: Snapshot,
         limits: Limits,
+        can_list: bool = True,
     ):
+        """Makes a leaf; `open` opens the array at its first read, and may block."""
         self.name: str = name
         self.path: str = path
-        chunk, shard = kind.fetched if isinstance(array, FetchedArray) else kind.chunk, kind.shard
+        chunk, shard = kind.chunk, kind.shard
         self.shape: tuple[int, ...] = kind.shape
         self.dtype: np.dtype = kind.dtype
         self.chunks: tuple[int, ...] | None = chunk or None
@@ -101,13 +103,14 @@ class TensorStoreLeaf(Leaf):
         self.prng_impl: str | None = prng_impl
         self._sums: BoxSums | CheckpointError | None = None if sums is None else self._usable(sums)
         self._kind = kind
-        self._array: FetchedArray | ts.TensorStore | Callable[[], ts.TensorStore] = array
+        self._open = open
+        self._opened: ts.TensorStore | None = None
         self._root = root
         self._files = files
         self._stored: StoredChunks | None = None
-        if kind.fill_value is not None:
+        if kind.fill_value is not None and can_list:
             grid = tuple([-(-size // cell) for size, cell in zip(self.shape, shard, strict=True)])
-            self._stored = StoredChunks(shard, grid, limits.chunks)
+            self._stored = StoredChunks(shard, grid)
         self.is_remote: bool = root.is_remote
 
     @property
@@ -120,12 +123,11 @@ class TensorStoreLeaf(Leaf):
     def chunk_checksum(self) -> str | None:
         return self._kind.checking_codec
 
-    def _opened(self) -> ts.TensorStore | FetchedArray:
-        """Returns the array, opened at the first call."""
-        array = self._array
-        if not isinstance(array, (ts.TensorStore, FetchedArray)):
-            array = self._array = array()
-        return array
+    def opened(self) -> ts.TensorStore:
+        """Returns the array, opened at the first call; may block."""
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
 
     def _usable(self, sums: BoxSums | CheckpointError) -> BoxSums | CheckpointError:
         if isinstance(sums, CheckpointError) or (sums.shape, sums.dtype) == (self.shape, self.dtype.name):
@@ -140,31 +142,11 @@ class TensorStoreLeaf(Leaf):
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         self._root.require_open()
         self.raise_error()
-        if self._files.was_checked(stats):
-            await self._read(requests, stats)
-            return
-        pool = waiting_pool() if self.is_remote else reader_pool()
-        check = run_in_pool(pool, self._files.check_unchanged, stats, leaf=self.name)
-        if not self.is_remote:
-            await check
-            await self._read(requests, stats)
-            return
-        # A stat of a remote file is a round trip of its own, beside those of the reads. That it changed is why a read
-        # failed, where both do.
-        looking = asyncio.ensure_future(check)
-        try:
-            await self._read(requests, stats)
-        except asyncio.CancelledError:
-            looking.cancel()
-            raise
-        except Exception:
-            await looking
-            raise
-        await looking
-
-    async def check_for_all(self, stats: ReadStats) -> None:
-        if self._root.compares_for_all and not self._files.was_checked(stats):
-            await run_in_pool(waiting_pool(), self._files.check_unchanged, stats, leaf=self.name)
+        if self.is_remote:
+            stats.watch(self._files)
+        elif not self._files.was_checked(stats):
+            await run_in_pool(reader_pool(), self._files.check_once, stats, leaf=self.name)
+        await self._read(requests, stats)
 
     async def _read(self, requests: Sequence[Request], stats: ReadStats) -> None:
         copies: list[tuple[np.ndarray, np.ndarray]] = []
@@ -188,11 +170,8 @@ class TensorStoreLeaf(Leaf):
         except CheckpointError:
             raise
         except Exception as error:
-            if not self.is_remote:
-                # What was removed after the stat before reading is gone, not damaged: as an execution of its own this
-                # stats again.
-                again = ReadStats(stats.verify)
-                await run_in_pool(reader_pool(), self._files.check_unchanged, again, leaf=self.name)
+            # What was removed after the opening is gone, not damaged: so this looks again.
+            await run_in_pool(waiting_pool(), self._files.check_unchanged, leaf=self.name)
             raise self._typed(error) from error
         for out, buffer in copies:
             out[...] = buffer
@@ -210,21 +189,17 @@ class TensorStoreLeaf(Leaf):
 
     async def _fill(self, requests: Sequence[Request], chunks: StoredChunks, stats: ReadStats) -> Sequence[Request]:
         """Fills boxes of mostly absent chunks; returns the rest."""
-        array, keys = self._opened(), self._kind.keys
-        if not isinstance(array, FetchedArray):
-            await chunks.find(keys, lambda: _names_of(array))
-        elif (names := array.names) is not None:
-            await chunks.find(keys, names)
-        else:
-            try:
-                chunks.require_few([box for box, _ in requests], self.chunks or ())
-            except LimitExceededError as error:
-                raise error_at(error, path=self.path, leaf=self.name) from None
-            return requests
+        array = await self._opened_in_pool()
+        await chunks.find(self._kind.keys, lambda: _names_of(array))
         assert self._kind.fill_value is not None
         left, absent = await run_in_pool(reader_pool(), chunks.fill, requests, self._kind.fill_value)
         stats.count(0, fill_chunks=absent)
         return left
+
+    async def _opened_in_pool(self) -> ts.TensorStore:
+        if self._opened is None and self.is_remote:  # the first of a checkpoint asks where its server has moved it
+            return await run_in_pool(waiting_pool(), self.opened)
+        return self.opened()
 
     async def _read_requests(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Reads all boxes at once if memory allows, else by chunk."""
@@ -233,11 +208,7 @@ class TensorStoreLeaf(Leaf):
         if decoded_bytes > UNCHECKED_BYTES:  # other memory was taken since the leaf was opened
             with naming_memory_errors(self.path, self.name):
                 require_memory(decoded_bytes, f"decoding a chunk of shape {chunks}")
-        array = self._opened()
-        if isinstance(array, FetchedArray):
-            absent = await array.read(requests, self.name, decoding, is_near=self._root.is_near)
-            stats.count(0, fill_chunks=absent)
-            return
+        array = await self._opened_in_pool()
         count = 1 if chunks == self.shape else count_chunks([box for box, _ in requests], chunks)
         at_once = self._chunk_bytes * min(count, FILE_IO_CONCURRENCY)
         if at_once <= max(decoding.limit, self._chunk_bytes):

@@ -5,6 +5,7 @@ Driver, path and settings are written here; nothing of a spec comes from a file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Mapping
@@ -16,12 +17,13 @@ from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
     CheckpointIOError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
+    LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.native_errors import parse_error
-from orbax_t5x.files.ranges import ANYONE, NO_BYTES, BoundedRange, ReadContext
 
 # Errors of the operating system for files that are not as they should be; all others are failures of its own.
 _DAMAGE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
@@ -50,15 +52,19 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
 FILE_IO_CONCURRENCY = 16
 # B-tree nodes of an OCDBT database, read once instead of once per leaf.
 _OCDBT_CACHE_BYTES = 100_000_000
+# TensorStore's own retries go on for half an hour; these end after some 60 s.
+_RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "8s"}
 
 
 def make_context() -> ts.Context:
     """Makes a checkpoint's context."""
+    retries = {f"{driver}_request_retries": _RETRIES for driver in ("http", "gcs", "s3")}
     return ts.Context(
         {
             "file_io_concurrency": {"limit": FILE_IO_CONCURRENCY},
             "cache_pool": {"total_bytes_limit": 0},
             "cache_pool#ocdbt": {"total_bytes_limit": _OCDBT_CACHE_BYTES},
+            **retries,
         }
     )
 
@@ -108,17 +114,21 @@ class TensorStoreValues:
         self.path: str = path
         self._values = ts.KvStore.open(spec, context=context).result()
 
-    def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
-        """Implements `Named.read_range`."""
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes") -> bytes:
+        """Implements `Named.read_whole`."""
         try:
             found = self._values.read(name).result()
         except (ValueError, NotImplementedError) as error:
             doing = "opening its OCDBT database"
-            raise typed_error(error, path=self.path, leaf=context.leaf, doing=doing, is_remote=False) from error
+            raise typed_error(error, path=self.path, leaf=leaf, doing=doing, is_remote=False) from error
         if found.state != "value":
-            return None
-        return found.value[wanted.within(len(found.value), f"the value {name!r}", path=self.path, leaf=context.leaf)]
+            raise CheckpointNotFoundError(f"there is no value {name!r}", path=self.path, leaf=leaf)
+        if len(found.value) > limit:
+            message = f"the value {name!r} has {len(found.value)} bytes, more than {bound} = {limit}"
+            raise LimitExceededError(message, path=self.path, leaf=leaf)
+        return found.value
 
     def check(self) -> None:
         """Reads the manifest and the root node."""
-        self.read_range("/", NO_BYTES)
+        with contextlib.suppress(CheckpointNotFoundError):
+            self.read_whole("/", limit=0)

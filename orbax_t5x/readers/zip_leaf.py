@@ -202,7 +202,7 @@ class ZipLeaf(RangeLeaf):
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         checksum = self._crc is not None and stats.verify != "off"
         read = partial(self._range.read, requests, checksum=checksum, leaf=self.name, start=self.start())
-        outcome = read_unchanged(self._archive.file, read, self.name)
+        outcome = read_unchanged(self._archive.file, read, self.name, stats)
         stats.count(outcome.wanted, outcome.gaps)
         for one in (self._head, *outcome.ranges) if outcome.ranges and self._head.stop else outcome.ranges:
             stats.add_range(self, one)

@@ -22,8 +22,6 @@ from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.hub_files import LFS_POINTER, refuse_lfs_pointer
 
 STORED, DEFLATED = 0, 8
-# A remote file up to this size is fetched whole: its members are all over it.
-_LOADED_BYTES = 1 << 24
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
@@ -69,7 +67,6 @@ class Archive:
 
     def __init__(self, file: StoredFile, limits: Limits):
         self.file = file
-        file.load(_LOADED_BYTES)
         refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
         self.members: dict[str, Member] = {}
         start, end, count = self._directory(limits)

@@ -295,6 +295,7 @@ class Execution:
         self._verified = dict.fromkeys(self._leaves)
         if thread is not None:
             thread.run(self._verify(self._summed_leaves, self._stats.ranges, self._stats))
+        self._stats.check_watched()
 
     def _read_groups(self, thread: LoopThread | None, groups: list[Group], pool: concurrent.futures.Executor) -> None:
         """Reads groups within the budget; makes their values in this thread."""

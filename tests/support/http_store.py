@@ -231,6 +231,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send(404, b"<html>not found</html>")
         elif isinstance(found, bytes):
             self.send_file(found, request)
+        elif found[0] == 200 and request.range is not None:
+            self.send_file(found[1], request, more=found[2])
         else:
             self.send(*found)
 
@@ -278,10 +280,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return tags if generation is None else {**tags, "x-goog-generation": generation}
 
     def send_file(
-        self, data: bytes, request: Request, *, cut: int = 0, short: int = 0, without_range: bool = False
+        self,
+        data: bytes,
+        request: Request,
+        *,
+        cut: int = 0,
+        short: int = 0,
+        without_range: bool = False,
+        more: dict[str, str] | None = None,
     ) -> None:
         modified = self.server_store.modified(data)
-        headers = self.tags(data) | {"Accept-Ranges": "bytes"} | ({"Last-Modified": modified} if modified else {})
+        headers = self.tags(data) | {"Accept-Ranges": "bytes"} | ({"Last-Modified": modified} if modified else {}) | (more or {})
         match = _RANGE.fullmatch(request.range or "")
         if match is None:
             self.send(200, data, headers, cut=cut)

@@ -54,7 +54,6 @@ _VERSION = 1001
 _COUNT = struct.Struct("<q")
 # What is read at first; four times as much wherever the pickles are longer.
 _FIRST_BYTES = 1 << 20
-_LOADED_BYTES = 1 << 24
 
 
 def is_sequential(file: StoredFile) -> bool:
@@ -69,7 +68,6 @@ class SequentialFile(Archive):
 
     def __init__(self, file: StoredFile, limits: Limits):
         self.file = file
-        file.load(_LOADED_BYTES)
         size = _FIRST_BYTES
         while True:
             data = bytes(file.read(0, min(size, file.size, int(limits.index_bytes))))

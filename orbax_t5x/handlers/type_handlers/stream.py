@@ -20,7 +20,15 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import Block, LoopThread, await_to_end, for_each_block, reader_pool, run_in_pool
+from orbax_t5x.concurrency import (
+    Block,
+    LoopThread,
+    await_to_end,
+    for_each_block,
+    reader_pool,
+    run_in_pool,
+    waiting_pool,
+)
 from orbax_t5x.files.limits import check_memory_limit
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
@@ -141,6 +149,7 @@ class ChunkWriter:
             await for_each_block(self._blocks(jobs, stats), self._limit, total, on_progress)
         for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
             await leaf.verify_checksum(stats, stats.ranges(leaf))
+        await run_in_pool(waiting_pool(), stats.check_watched)
 
     def _blocks(self, jobs: Sequence[WriteJob], stats: ReadStats) -> Iterator[Block]:
         """Yields the writing of each block of this process."""

@@ -222,9 +222,9 @@ def _text_of(destination: str | os.PathLike[str]) -> str:
 _DESTINATIONS: Registry[Callable[[str], Destination]] = Registry(
     "destination",
     {
-        "gs": "orbax_t5x.extras.buckets.bucket_destination:BucketDestination",
-        "s3": "orbax_t5x.extras.buckets.bucket_destination:BucketDestination",
-        "hf": "orbax_t5x.extras.web.hub_destination:HubDestination",
+        "gs": "orbax_t5x.operations.convert.remote_destination:BucketDestination",
+        "s3": "orbax_t5x.operations.convert.remote_destination:BucketDestination",
+        "hf": "orbax_t5x.operations.convert.remote_destination:HubDestination",
     },
 )
 

@@ -54,10 +54,6 @@ class Destination(Protocol):
         """Refuses a destination that would delete the source, or change it."""
         ...
 
-    def claim(self, work: WorkDirectory) -> contextlib.AbstractContextManager[object]:
-        """Keeps other conversions away, wherever they run, until the context ends."""
-        return contextlib.nullcontext()  # the lock of the work directory, or a commit's parent, is enough
-
     def publish(self, work: WorkDirectory, written: Path, writing: WriteOptions) -> None:
         """Makes a whole directory the destination's."""
         ...
@@ -179,6 +175,18 @@ _ORBAX_NAMES = re.compile(
     r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|_CHECKSUMS\.json|manifest\.ocdbt|d|ocdbt\.process_\d+"
     r"|array_metadatas|checkpoint|commit_success\.txt|descriptor"
 )
+
+
+# Of these an upload that was stopped leaves some, without the metadata that make them a checkpoint.
+_UNFINISHED = re.compile(
+    r"_CHECKPOINT_METADATA|_sharding|_strings\.json|_CHECKSUMS\.json|manifest\.ocdbt|d|ocdbt\.process_\d+"
+    r"|array_metadatas|commit_success\.txt"
+)
+
+
+def is_unfinished(names: set[str]) -> bool:
+    """Returns True if all files of a directory are what an unfinished upload of an Orbax item leaves."""
+    return all(map(_UNFINISHED.fullmatch, names))
 
 
 def reason_not_replaceable(store: Callable[[], Files], names: set[str] | None, writing: WriteOptions) -> str | None:

@@ -47,7 +47,6 @@ class ConversionJob:
         target = self._destination.target
         cleanup.enter(lambda: made_parents(target.parent))
         work = cleanup.enter(lambda: WorkDirectory(target, self._destination.name))
-        cleanup.enter(lambda: self._destination.claim(work))
         self._destination.check(self._writing)
         self._check_space(work.path)
         directory = work.path / _BLOCKS_DIRECTORY

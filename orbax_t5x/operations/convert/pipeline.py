@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from orbax_t5x.concurrency import Block, for_each_block
+from orbax_t5x.concurrency import Block, for_each_block, run_in_pool, waiting_pool
 from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, BlockOutput, memory_of_block
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import ReadStats
@@ -39,6 +39,7 @@ async def write_blocks(
     await for_each_block(_writes(blocks, output_format, directory, stats), budget, total, progress)
     for leaf in dict.fromkeys(leaf for block in blocks for leaf in block.array.view.leaves()):
         await leaf.verify_checksum(stats, stats.ranges(leaf))
+    await run_in_pool(waiting_pool(), stats.check_watched)
 
 
 def _writes(

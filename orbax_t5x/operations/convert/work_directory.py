@@ -15,10 +15,8 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 import stat
-import uuid
 from pathlib import Path
 
 from orbax_t5x.errors import CheckpointIOError
@@ -30,7 +28,6 @@ _logger = logging.getLogger(__name__)
 WORK_SUFFIX = ".orbax-t5x-convert"
 """Suffix of the names of work directories."""
 _REPLACED = "replaced"
-_OWNER, _OWNER_DIGITS = "owner", 32
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -40,16 +37,10 @@ def work_directory_of(target: Path) -> Path:
 
 
 class WorkDirectory:
-    """Empty private directory of a conversion, and a context that removes it.
-
-    Attributes:
-      keeps_owner: Whether the end leaves the directory with nothing but its owner's name, by which the next conversion
-        knows objects in a bucket as its own.
-    """
+    """Empty private directory of a conversion, and a context that removes it."""
 
     def __init__(self, target: Path, name: str | None = None):
         """Locks and empties the directory, and puts back a destination that a killed conversion renamed away."""
-        self.keeps_owner = False
         self.path: Path = work_directory_of(target)
         self._target = target
         self._lock = _lock(self.path, name or str(target))
@@ -59,19 +50,6 @@ class WorkDirectory:
         except BaseException:
             self._lock.close()
             raise
-
-    def owner(self) -> str:
-        """Returns the name under which this directory owns objects elsewhere."""
-        path = self.path / _OWNER
-        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-            owner = file.read(_OWNER_DIGITS + 1)
-            if not re.fullmatch(rb"[0-9a-f]{%d}" % _OWNER_DIGITS, owner):
-                raise _is_taken(str(self._target), f"{path} is not of a conversion; if none runs, remove {self.path}")
-            return owner.decode()
-        owner = uuid.uuid4().hex
-        path.write_text(owner, "ascii")
-        sync_path(path)
-        return owner
 
     def put_in_place(self, written: Path) -> None:
         """Moves a written directory to the destination."""
@@ -93,9 +71,7 @@ class WorkDirectory:
             with contextlib.suppress(OSError):
                 self._put_back()
                 self._empty()
-                if not self.keeps_owner:
-                    (self.path / _OWNER).unlink(missing_ok=True)
-                    os.rmdir(self.path)
+                os.rmdir(self.path)
         finally:  # a second signal leaves the directory to the next conversion
             self._lock.close()
 
@@ -107,11 +83,10 @@ class WorkDirectory:
             _logger.warning("%s: a conversion was stopped while it replaced this; the old one is back", self._target)
 
     def _empty(self) -> None:
-        """Removes everything but the owner's name."""
         for path in self.path.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != _OWNER:
+            else:
                 path.unlink()
 
 

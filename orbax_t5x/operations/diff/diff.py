@@ -123,6 +123,7 @@ def diff(
             results = division.results(clusters, [*left.shared_paths, *right.shared_paths, *found], _nbytes, compare)
             for pair, result in zip(itertools.chain(*clusters), itertools.chain(*results), strict=True):
                 found[pair.name] = _with_values(found[pair.name], result)
+        stats.check_watched()
         nbytes, seconds = division.total(stats.bytes_read, time.monotonic() - started)
         return DiffReport(
             left.path,

@@ -90,6 +90,7 @@ def verify(
             )
             for leaf, count in zip(leaves, map(len, parts), strict=True)
         ]
+        stats.check_watched()
         nbytes, seconds = division.total(stats.bytes_read, time.monotonic() - started)
         return VerifyReport(checkpoint.path, checkpoint.format, tuple(verified), nbytes, seconds)
 

@@ -187,7 +187,7 @@ class JoinedExtents:
         """Implements `StoredBytes.read_into`; `offset` counts from the first byte of the first range."""
         self._read(self._file, offset, buffers, leaf)
 
-    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
         """Implements `StoredBytes.ahead`."""
         in_file = (run for offset, size in ranges for run in self._in_file(offset, size))
         return _JoinedReadAhead(self, self._file.ahead(in_file))
@@ -267,7 +267,7 @@ class TextLeaf(RangeLeaf):
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         self._file.require_open()
         value = bytes(self._file.read(self._start, self._size, leaf=self.name))
-        self._file.check_unchanged(leaf=self.name)
+        stats.prove_unchanged(self._file, leaf=self.name)
         for _, out in requests:
             out[...] = value
         stats.count(self._size)

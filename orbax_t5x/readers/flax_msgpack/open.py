@@ -28,8 +28,6 @@ HUB_FILE = "flax_model.msgpack"
 INDEX_FILE = "flax_model.msgpack.index.json"
 # How Flax names the files of steps, and the Hugging Face trainer its directories.
 _STEP_NAME = re.compile(r"(?:.*[._-])?checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
-# A file up to this size is fetched whole from a remote store: its headers and small arrays are all over it.
-_LOADED_BYTES = 1 << 24
 
 
 class StateFile(NamedTuple):
@@ -44,7 +42,6 @@ class StateFile(NamedTuple):
 def open_state_file(files: Files, name: str, limits: Limits) -> StateFile:
     """Walks over a msgpack file with a map on top."""
     file = files.file(name)
-    file.load(_LOADED_BYTES)
     refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
     tree, bytes_read = walk(file, limits)
     if not isinstance(tree, dict):

@@ -1,7 +1,7 @@
 """The files and the arrays of an Orbax item.
 
-A local item is listed, and what TensorStore will open is proven to be plain files inside the root. Of a remote one the
-files that Orbax may have written are statted: web servers list nothing, and a list of a bucket names every chunk.
+An item is listed, and of a local one what TensorStore will open is proven to be plain files inside the root. Web servers
+list nothing: there the files that Orbax may have written are asked for.
 
 Each array becomes a leaf, or a broken leaf with its error. Opening gives shape and dtype and reads some hundred bytes
 per array. Before TensorStore sees an array, the files that hold it (its own directory, or the database of the whole
@@ -15,16 +15,15 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.concurrency import OnceEach, waiting_pool
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from orbax_t5x.files.interface import Files, Snapshot
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.ranges import BoundedRange, ReadContext
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.array_kind import ArrayKind
-from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.metadata import (
@@ -35,15 +34,14 @@ from orbax_t5x.readers.orbax.metadata import (
     NodeMetadata,
     array_key,
     inside,
+    read_prng_impls,
 )
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
-from orbax_t5x.readers.small_arrays import chunked_leaf
+from orbax_t5x.readers.small_arrays import ArrayPlace, chunked_leaf
 from orbax_t5x.readers.tensorstore_specs import TensorStoreValues, array_spec, typed_error
 
 # Files of an OCDBT database: its manifest, its tables, and those of single processes.
 _DATABASE = frozenset({MANIFEST_FILE, "d"})
-# Each process of a save writes one file of metadata; so many are requested at once.
-_METADATA_FILES_AT_ONCE = 16
 
 
 class ItemFiles(NamedTuple):
@@ -52,54 +50,37 @@ class ItemFiles(NamedTuple):
     manifest: bool
     strings: bool
     checksums: bool
-    array_metadatas: Sequence[str]
     database: Sequence[str]
 
 
-def find_item_files(store: Files, item: str) -> ItemFiles:
-    """Finds the files of an item."""
-    if store.is_remote:
-        return _find_remote(store, item)
-    entries = store.entries(item)
-    metadatas: list[str] = []
-    if ARRAY_METADATAS in entries:
-        inner = inside(item, ARRAY_METADATAS)
-        store.require_plain(inner)
-        metadatas = sorted(store.entries(inner))
-    return ItemFiles(
-        manifest=MANIFEST_FILE in entries and store.has_file(inside(item, MANIFEST_FILE)),
-        strings=STRINGS_FILE in entries,
-        checksums=CHECKSUMS_FILE in entries,
-        array_metadatas=metadatas,
-        database=sorted(name for name in entries if name in _DATABASE or name.startswith(PROCESS_PREFIX)),
-    )
+def find_item_files(store: Files, item: str, *, has_strings: bool) -> ItemFiles:
+    """Finds the files of an item; that of strings only if it has strings."""
+    if store.can_list:
+        entries = store.entries(item)
+        manifest = MANIFEST_FILE in entries and store.has_file(inside(item, MANIFEST_FILE))
+        database = sorted(name for name in entries if name in _DATABASE or name.startswith(PROCESS_PREFIX))
+        return ItemFiles(manifest, has_strings and STRINGS_FILE in entries, CHECKSUMS_FILE in entries, database)
+    names = [MANIFEST_FILE, CHECKSUMS_FILE, *([STRINGS_FILE] if has_strings else [])]
+    manifest, checksums, *strings = store.has_files([inside(item, name) for name in names])
+    return ItemFiles(manifest, any(strings), checksums, [MANIFEST_FILE])
 
 
-def stat_ahead(files: Files, beside: str) -> None:
-    """Stats the files of a remote item in a batch."""
-    if files.is_remote:
-        files.stat_ahead(_first_names(), beside=[beside])
-
-
-def _first_names() -> list[str]:
-    return [MANIFEST_FILE, STRINGS_FILE, CHECKSUMS_FILE, *_metadata_names(0)]
-
-
-def _find_remote(store: Files, item: str) -> ItemFiles:
-    manifest, strings, checksums, *found = store.has_files([inside(item, name) for name in _first_names()])
-    metadatas: list[str] = []
-    while True:
-        names = _metadata_names(len(metadatas))
-        count = found.index(False) if False in found else len(found)
-        metadatas += [name.partition("/")[2] for name in names[:count]]
-        if count < len(names):
-            break
-        found = store.has_files([inside(item, name) for name in _metadata_names(len(metadatas))])
-    return ItemFiles(manifest, strings, checksums, metadatas, [MANIFEST_FILE])
-
-
-def _metadata_names(first: int) -> list[str]:
-    return [f"{ARRAY_METADATAS}/process_{number}" for number in range(first, first + _METADATA_FILES_AT_ONCE)]
+def find_array_metadatas(store: Files, item: str) -> list[str]:
+    """Lists the files in which the processes of a save have described their arrays."""
+    directory = inside(item, ARRAY_METADATAS)
+    if store.can_list:
+        if ARRAY_METADATAS not in store.entries(item):
+            return []
+        store.require_plain(directory)
+        return sorted(store.entries(directory))
+    found: list[str] = []
+    count = 1
+    while len(found) == count - 1:  # twice as many each time
+        names = [f"process_{number}" for number in range(len(found), 2 * count - 1)]
+        exist = store.has_files([inside(directory, name) for name in names])
+        found += names[: exist.index(False) if False in exist else None]
+        count *= 2
+    return found
 
 
 def database_files(store: Files, item: str, found: ItemFiles) -> Snapshot:
@@ -108,14 +89,8 @@ def database_files(store: Files, item: str, found: ItemFiles) -> Snapshot:
     return Snapshot(store, [inside(item, name) for name in found.database], inside(item, MANIFEST_FILE))
 
 
-# Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
-_OPENING_AT_ONCE = 4096
 # As Orbax configures its databases: what is no larger, compressed, is stored in a node of the tree.
 _INLINE_BYTES = 1024
-
-
-# Names that a URL takes for `..`, which are none in TensorStore's files.
-_ENCODED_DOTS = frozenset({"%2e%2e", "%2e.", ".%2e"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +106,6 @@ class ItemArrays:
     directory: str
     database: Snapshot | None
     metadata: ItemMetadata
-    prng_impls: Mapping[str, str]
     sums: Mapping[str, Any]
     values: OcdbtValues | TensorStoreValues | None
     context: ts.Context
@@ -144,9 +118,17 @@ class ItemArrays:
         return "zarr.json" if self.metadata.use_zarr3 else ".zarray"
 
     @functools.cached_property
-    def kvstore(self) -> dict[str, Any] | None:
-        """TensorStore's spec of the item, or None if it is remote."""
-        return self.root.kvstore(self.name)
+    def prng_impls(self) -> dict[str, str]:
+        """The implementations of typed PRNG keys, by their arrays' stored keys."""
+        names = find_array_metadatas(self.root, self.name)
+        return read_prng_impls(self.root, self.name, names, self.limits)
+
+    @functools.cached_property
+    def database_kvstore(self) -> dict[str, Any]:
+        """TensorStore's spec of the item's directory, which holds its database."""
+        values = self.values
+        files = values.data_files if isinstance(values, OcdbtValues) else list[str]
+        return self.root.kvstore(self.name, MANIFEST_FILE, files)
 
     @functools.cached_property
     def absent_is_fill(self) -> bool:
@@ -155,34 +137,26 @@ class ItemArrays:
 
     def open(self, nodes: Sequence[NodeMetadata]) -> Iterator[Leaf]:
         """Yields the leaves of all nodes, in their order."""
-        if not self.root.is_remote:
-            yield from map(self._leaf, nodes)
-            return
-        for start in range(0, len(nodes), _OPENING_AT_ONCE):
-            some = nodes[start : start + _OPENING_AT_ONCE]
-            if self.database is None:
-                directories = [inside(self.name, array_key(node.param)) for node in some]
-                files = [inside(directory, self.array_metadata) for directory in directories]
-                self.root.stat_ahead(files)
-                self.root.read_ahead(files, limit=self.limits.json_bytes)
-            yield from waiting_pool().map(self._leaf, some)
+        return waiting_pool().map(self._leaf, nodes) if self.root.is_remote else map(self._leaf, nodes)
 
     def _leaf(self, node: NodeMetadata) -> Leaf:
         """Makes the leaf of an array, broken if it cannot be read."""
         try:
-            array, files = self._array(node)
-            self.limits.require_shape(array.kind.shape, array.kind.dtype)
+            kind, place, files = self._array(node)
+            self.limits.require_shape(kind.shape, kind.dtype)
             return chunked_leaf(
                 node.name,
                 self.directory,
-                array,
-                None if self.kvstore is None else functools.partial(self._spec, self.kvstore, array_key(node.param)),
+                kind,
+                place,
                 root=self.root,
-                prng_impl=self.prng_impls.get(node.param),
+                # Keys are stored as their data.
+                prng_impl=self.prng_impls.get(node.param) if kind.dtype == np.uint32 else None,
                 sums=self.sums.get(node.param),
                 inline_bytes=0 if self.database is None else _INLINE_BYTES,
                 files=files,
                 limits=self.limits,
+                can_list=self.root.can_list or self.database is not None,
             )
         except CheckpointError as error:
             return BrokenLeaf(node.name, error, self.directory)
@@ -191,29 +165,39 @@ class ItemArrays:
             typed = typed_error(error, path=self.directory, leaf=node.name, doing=doing, is_remote=is_remote)
             return BrokenLeaf(node.name, typed)
 
-    def _array(self, node: NodeMetadata) -> tuple[FetchedArray, Snapshot]:
+    def _array(self, node: NodeMetadata) -> tuple[ArrayKind, ArrayPlace, Snapshot]:
         """Finds an array and its files; they are seen before its metadata."""
         key, limit = array_key(node.param), self.limits.json_bytes
-        if self.database is not None and self.values is not None:
-            values, files = self.values, self.database
-        elif self.kvstore is not None and key.lower() in _ENCODED_DOTS:
-            self.root.require_plain(self.name, leaf=node.name)
-            values = TensorStoreValues(self.kvstore, self.directory, self.context, is_database=False)
-            files = Snapshot(self.root, [self.name], self.array_metadata, leaf=node.name)
-        else:
-            directory = inside(self.name, key)  # of a tree that is one array, the item itself
-            try:
-                found = self.root.array_directory(directory, self.array_metadata, limit=limit, leaf=node.name)
-            except (CheckpointNotFoundError, CheckpointGoneError):
-                path = self.root.join(directory)
-                message = f"the directory of its array, or {self.array_metadata} in it, is missing"
-                raise CorruptCheckpointError(message, path=path) from None
-            return FetchedArray(self._kind(found.metadata), self.root, directory), found.files
+        if self.database is None or self.values is None:
+            return self._array_directory(node, key)
         name = inside(key, self.array_metadata)
-        data = values.read_range(name, BoundedRange.whole(limit), ReadContext(node.name))
-        if data is None:
-            raise CorruptCheckpointError(f"opening it: {name} is missing", path=self.directory)
-        return FetchedArray(self._kind(data), values, key), files
+        try:
+            data = self.values.read_whole(name, limit=limit, leaf=node.name, bound="Limits.json_bytes")
+        except CheckpointNotFoundError:
+            raise CorruptCheckpointError(f"opening it: {name} is missing", path=self.directory) from None
+        return (
+            self._kind(data),
+            ArrayPlace(self.values, key, lambda: self._spec(self.database_kvstore, key)),
+            self.database,
+        )
+
+    def _array_directory(self, node: NodeMetadata, key: str) -> tuple[ArrayKind, ArrayPlace, Snapshot]:
+        """Finds an array in a directory of its own; of a tree that is one array, the item itself."""
+        directory = inside(self.name, key)
+        try:
+            found = self.root.array_directory(
+                directory, self.array_metadata, limit=self.limits.json_bytes, leaf=node.name
+            )
+        except (CheckpointNotFoundError, CheckpointGoneError):
+            path = self.root.join(directory)
+            message = f"the directory of its array, or {self.array_metadata} in it, is missing"
+            raise CorruptCheckpointError(message, path=path) from None
+        kind = self._kind(found.metadata)
+
+        def spec() -> dict[str, Any]:
+            return self._spec(self.root.kvstore(directory, self.array_metadata, kind.all_keys), "")
+
+        return kind, ArrayPlace(self.root, directory, spec), found.files
 
     def _kind(self, data: bytes) -> ArrayKind:
         zarr3, absent_is_fill = self.metadata.use_zarr3, self.absent_is_fill

@@ -274,7 +274,6 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
 def read_prng_impls(root: Files, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
     """Reads the implementations of typed PRNG keys."""
     impls: dict[str, str] = {}
-    root.read_ahead([inside(item, f"{ARRAY_METADATAS}/{name}") for name in names], limit=limits.index_bytes)
     for name in sorted(names):
         file = inside(item, f"{ARRAY_METADATAS}/{name}")
         path = root.join(file)

@@ -30,7 +30,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import LEADS_OUT, is_name
-from orbax_t5x.files.places import answered, files_at
+from orbax_t5x.files.places import files_at
 from orbax_t5x.files.strict_json import charge_parsed, parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
@@ -38,7 +38,7 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect import is_file, subdirectories
 from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf, KnownLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
-from orbax_t5x.readers.orbax.arrays import ItemArrays, database_files, find_item_files, stat_ahead
+from orbax_t5x.readers.orbax.arrays import ItemArrays, database_files, find_item_files
 from orbax_t5x.readers.orbax.metadata import (
     CHECKSUMS_FILE,
     METADATA_FILE,
@@ -46,7 +46,6 @@ from orbax_t5x.readers.orbax.metadata import (
     NodeMetadata,
     inside,
     read_item_metadata,
-    read_prng_impls,
     read_strings,
 )
 from orbax_t5x.readers.orbax.steps import (
@@ -113,7 +112,6 @@ def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpo
     if item is not None and item != name:
         raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
     step_name = os.path.basename(parent)
-    stat_ahead(files, STEP_METADATA_FILE)
     # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
     in_step = is_file(parent, STEP_METADATA_FILE) or step_name.isdecimal()
     if in_step and deleted_item(parent) == name:
@@ -225,10 +223,6 @@ class _OrbaxOpening:
         self._empties: dict[str, Any] = {}
         self._sequences: set[str] = set()
         self._bytes = 0
-        if root.is_remote:
-            names = [STEP_METADATA_FILE, METADATA_FILE]
-            found = [name for name, is_there in zip(names, root.has_files(names), strict=True) if is_there]
-            root.read_ahead(found, limit=limits.index_bytes)
         self.step_metadata = read_step_metadata(root, limits)
 
     def checkpoint(
@@ -285,7 +279,9 @@ class _OrbaxOpening:
             metadata = read_item_metadata(self._root, item, self._limits)
         self._bytes += metadata.nbytes
         directory = self._root.locate(item) if item else self._root.path
-        files = find_item_files(self._root, item)
+        # The first versions told strings by their file alone.
+        texts = [node.param for node in metadata.nodes if node.value_type in ("string", UNTYPED)]
+        files = find_item_files(self._root, item, has_strings=bool(texts))
         ocdbt = files.manifest if metadata.use_ocdbt is None else metadata.use_ocdbt
         # Orbax makes no database for an item of only empty containers and strings.
         has_arrays = any(not node.is_empty and node.value_type != "string" for node in metadata.nodes)
@@ -297,13 +293,11 @@ class _OrbaxOpening:
             try:
                 values = OcdbtValues(self._root, item, self._limits)
             except (UnsupportedCheckpointError, LimitExceededError):  # TensorStore may read it
-                if (kvstore := self._root.kvstore(item)) is None:
+                if self._root.is_remote:
                     raise
+                kvstore = self._root.kvstore(item, MANIFEST_FILE, list)
                 values = TensorStoreValues(kvstore, directory, self._context)
-                answered(["database", directory], values.check)
-        impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
-        # The first versions told strings by their file alone.
-        texts = [node.param for node in metadata.nodes if node.value_type in ("string", UNTYPED)]
+                values.check()
         strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
         sums: Mapping[str, Any] = {}
         if files.checksums:
@@ -323,16 +317,16 @@ class _OrbaxOpening:
                 arrays.append(node._replace(name=name))
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
         opener = ItemArrays(
-            *(self._root, item, directory, database, metadata, impls, sums, values), *(self._context, self._limits)
+            *(self._root, item, directory, database, metadata, sums, values), *(self._context, self._limits)
         )
-        for leaf in opener.open(arrays):
-            self._leaves[leaf.name] = leaf
+        opened = list(opener.open(arrays))
+        self._leaves.update((leaf.name, leaf) for leaf in opened)
         return {
             "custom_metadata": metadata.custom_metadata,
             "use_ocdbt": ocdbt,
             "use_zarr3": metadata.use_zarr3,
             "value_types": {node.name: node.value_type for node in metadata.nodes},
-            "prng_impls": {node.name: impls[node.param] for node in metadata.nodes if node.param in impls},
+            "prng_impls": {leaf.name[len(prefix) :]: leaf.prng_impl for leaf in opened if leaf.prng_impl is not None},
         }
 
     def _aggregate(self, item: str) -> Any:

@@ -110,7 +110,6 @@ def item_names(directory: str) -> list[str]:
                 fix=Fix.any_of(Fix.setting("name one by {}", item=...), Fix("open its own URL")),
             )
         names = files.subdirectories().inside
-    files.stat_ahead([f"{name}/{METADATA_FILE}" for name in names])
     names = [name for name in names if TEMPORARY_MARK not in name]
     items = [name for name in names if is_item(os.path.join(directory, name))]
     # Managers alone made steps of such items. Elsewhere they are checkpoints side by side.

@@ -249,7 +249,7 @@ class ByteRange(StoredRange):
         checksums = ReadChecksums(self.kind, checksum)
         size = 0
         ranges = ((self.offset + batch.start, batch.size) for batch in batches)
-        file = self.file.ahead(ranges, (batch.buffers for batch in batches))
+        file = self.file.ahead(ranges)
         for batch in batches:
             file.read_into(self.offset + batch.start, batch.buffers, leaf=leaf)
             size += batch.size

@@ -216,7 +216,7 @@ def _verify_rest(
     holes = uncovered(read, range.nbytes)
     outcome = range.sum(holes, leaf=leaf)
     stats.count(outcome.wanted)
-    range.file.check_unchanged(leaf=leaf)
+    stats.prove_unchanged(range.file, leaf=leaf)
     if _verify_range(range, crc, [*read, *outcome.ranges], leaf, kind):
         return True
     # Overlapping ranges of different boundaries have no common checksum: only reading the whole decides.

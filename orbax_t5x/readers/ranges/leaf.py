@@ -85,7 +85,7 @@ class ByteRangeLeaf(RangeLeaf):
         self.raise_error()
         checksum = self.crc is not None and stats.verify != "off"
         read = partial(self.range.read, requests, checksum=checksum, leaf=self.name)
-        outcome = read_unchanged(self.range.file, read, self.name)
+        outcome = read_unchanged(self.range.file, read, self.name, stats)
         stats.count(outcome.wanted, outcome.gaps)
         for one in outcome.ranges:
             stats.add_range(self, one)
@@ -122,19 +122,19 @@ class ByteRangeLeaf(RangeLeaf):
         if found is None or not isinstance(self.range, ByteRange) or self.range.kind is not CRC32C:
             return None
         outcome = self.range.sum([found], leaf=self.name, sink=sink)
-        self.range.file.check_unchanged(leaf=self.name)
+        stats.prove_unchanged(self.range.file, leaf=self.name)
         stats.count(outcome.wanted)
         for one in outcome.ranges if self.crc is not None and stats.verify != "off" else ():
             stats.add_range(self, one)
         return outcome.ranges[0].crc if outcome.ranges else 0
 
 
-def read_unchanged(file: StoredBytes, read: Callable[[], ReadOutcome], leaf: str) -> ReadOutcome:
+def read_unchanged(file: StoredBytes, read: Callable[[], ReadOutcome], leaf: str, stats: ReadStats) -> ReadOutcome:
     """Reads a file, proven unchanged since its opening; blocks."""
     try:
         outcome = read()
     except CorruptCheckpointError:
         file.check_unchanged(leaf=leaf)
         raise
-    file.check_unchanged(leaf=leaf)
+    stats.prove_unchanged(file, leaf=leaf)
     return outcome

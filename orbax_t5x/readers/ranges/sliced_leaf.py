@@ -69,7 +69,7 @@ class SlicedLeaf(RangeLeaf):
             if not wanted:
                 continue
             read = partial(one.range.read, wanted, checksum=checksum, leaf=self.name)
-            outcome = read_unchanged(one.range.file, read, self.name)
+            outcome = read_unchanged(one.range.file, read, self.name, stats)
             stats.count(outcome.wanted, outcome.gaps)
             for covered in outcome.ranges:
                 stats.add_range(self, moved(covered, base))

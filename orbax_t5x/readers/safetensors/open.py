@@ -115,7 +115,7 @@ def parse_header(data: bytes | bytearray, path: str, limits: Limits) -> tuple[li
 def require_end(entries: Sequence[Entry], begin: int, file: StoredFile) -> None:
     """Proves that a file ends with its last tensor."""
     end = entries[-1].stop if entries else begin
-    if not file.require_size(end):
+    if file.size != end:
         raise CorruptCheckpointError(f"the tensors end at byte {end}, and the file at byte {file.size}", path=file.path)
 
 
@@ -259,9 +259,9 @@ class _SafetensorsFiles(ModelFiles):
 
     def add_file(self, name: str) -> None:
         file = self._root.file(name)
-        first = _head(file)
+        first = bytes(file.read(0, min(file.size, len(LFS_POINTER))))
         refuse_lfs_pointer(first, file.path)
-        size = header_size(first, file.known_size, file.path)
+        size = header_size(first, file.size, file.path)
         data = file.read(LENGTH_BYTES, size)
         self._bytes += LENGTH_BYTES + size
         entries, metadata = parse_header(data, file.path, self._limits)
@@ -289,12 +289,3 @@ def _check_shards(files: Sequence[str], path: str) -> None:
     if shards and len(shards) != int(sets[0][1]):
         message = f"{len(shards)} of {int(sets[0][1])} files of a model are there, and no index"
         raise CorruptCheckpointError(message, path=path)
-
-
-def _head(file: StoredFile) -> bytes:
-    """Reads the first bytes of a file, as many as it has."""
-    size = file.known_size
-    try:
-        return bytes(file.read(0, len(LFS_POINTER) if size is None else min(size, len(LFS_POINTER))))
-    except CorruptCheckpointError:  # a remote file that is shorter
-        return bytes(file.read(0, file.size))

@@ -12,14 +12,13 @@ nothing before a box is wanted; then the files are looked at once more. The form
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from orbax_t5x import on_demand
+from orbax_t5x.concurrency import waiting_pool
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -35,13 +34,12 @@ from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.flax_msgpack.leaves import is_early_item, is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import StateFile, open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, newest_directory, newest_first, step_of_name
-from orbax_t5x.readers.small_arrays import chunked_leaf
+from orbax_t5x.readers.small_arrays import ArrayPlace, chunked_leaf
 from orbax_t5x.readers.t5x.specs import (
     METADATA_FILE,
     ZARR_DTYPES,
@@ -74,16 +72,6 @@ class ZarrArrays:
         self._parsed: dict[bytes, dict[str, Any]] = {}
         self._kinds: dict[bytes, ArrayKind] = {}
         self.index_bytes: int = 0
-
-    def read_ahead(self, nodes: Sequence[dict[str, Node]]) -> None:
-        """Announces the specs that will become leaves."""
-        if not self._root.is_remote:
-            return
-        names: list[str] = []
-        for node in nodes:
-            with contextlib.suppress(CheckpointError):
-                names.append(f"{parse_spec(node).directory}/{METADATA_FILE}")
-        self._root.read_ahead(names, limit=self._limits.index_bytes)
 
     def leaf(self, name: str, node: dict[str, Node]) -> Leaf:
         """Makes the leaf of a spec."""
@@ -149,11 +137,22 @@ class ZarrArrays:
         except (ValueError, NotImplementedError, OverflowError) as error:
             doing, is_remote = "opening it", self._root.is_remote
             raise typed_error(error, path=found.path, leaf=name, doing=doing, is_remote=is_remote) from error
-        ours = None
-        if found.kvstore is not None:
-            ours = partial(array_spec, found.kvstore, "", ocdbt=False, zarr3=False, absent_is_fill=fills)
-        array = FetchedArray(kind, self._root, spec.directory)
-        return chunked_leaf(name, found.path, array, ours, root=self._root, files=found.files, limits=self._limits)
+        directory, root = spec.directory, self._root
+
+        def array() -> dict[str, Any]:
+            kvstore = root.kvstore(directory, METADATA_FILE, kind.all_keys)
+            return array_spec(kvstore, "", ocdbt=False, zarr3=False, absent_is_fill=fills)
+
+        return chunked_leaf(
+            name,
+            found.path,
+            kind,
+            ArrayPlace(root, directory, array),
+            root=root,
+            files=found.files,
+            limits=self._limits,
+            can_list=root.can_list,
+        )
 
 
 _VERSIONS = range(4)
@@ -188,16 +187,15 @@ def _open(path: str, root: Files, name: str, step: int | None, limits: Limits) -
         opened.files.close()
         return _open_orbax(root.path, limits=limits)
     nodes = list(named_nodes(tree, opened.file, limits, is_spec))
-    specs = [node for _, node in nodes if isinstance(node, dict) and is_spec(node)]
-    arrays = ZarrArrays(root, opened.file.path, version, limits) if specs else None
-    if arrays is not None:
-        arrays.read_ahead(specs)
-    leaves: dict[str, Leaf] = {}
+    specs = {name: node for name, node in nodes if isinstance(node, dict) and is_spec(node)}
+    arrays = ZarrArrays(root, opened.file.path, version, limits)
+    open_all = waiting_pool().map if root.is_remote else map
+    leaves: dict[str, Leaf] = {leaf.name: leaf for leaf in open_all(arrays.leaf, specs, specs.values())}
     empties: dict[str, Any] = {}
     for leaf_name, node in nodes:
-        if arrays is not None and isinstance(node, dict) and is_spec(node):
-            leaves[leaf_name] = arrays.leaf(leaf_name, node)
-        elif is_empty(node):
+        if leaf_name in specs:
+            continue
+        if is_empty(node):
             empties[leaf_name] = node
         else:
             leaves[leaf_name] = msgpack_leaf(leaf_name, node, opened.file, limits)
@@ -209,7 +207,7 @@ def _open(path: str, root: Files, name: str, step: int | None, limits: Limits) -
         empties=empties,
         metadata=_metadata(version, opened),
         close=opened.files.close,
-        index_bytes=opened.index_bytes + (arrays.index_bytes if arrays else 0),
+        index_bytes=opened.index_bytes + arrays.index_bytes,
     )
 
 

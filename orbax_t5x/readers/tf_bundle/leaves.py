@@ -103,10 +103,9 @@ class BundleLeaves:
 
     def named_sizes(self) -> list[int | None]:
         """Returns the sizes of the shards that entries name."""
-        self._files.stat_ahead([self._shard_name(number) for number in sorted(self.shards)])
         sizes: list[int | None] = [None] * self._num_shards
         for number, shard in self.shards.items():
-            sizes[number] = None if isinstance(shard, CheckpointError) else shard.known_size
+            sizes[number] = None if isinstance(shard, CheckpointError) else shard.size
         return sizes
 
     def shard(self, number: int) -> StoredFile | CheckpointError:
@@ -203,10 +202,9 @@ class BundleLeaves:
         file = self.shard(entry.shard)
         if isinstance(file, CheckpointError):
             raise error_at(file, path=file.path, leaf=None)
-        # A remote store reports the size only when the bytes are read.
-        if file.known_size is not None and entry.offset + entry.size > file.known_size:
+        if entry.offset + entry.size > file.size:
             raise CorruptCheckpointError(
-                f"bytes {entry.offset} to {entry.offset + entry.size} of a shard of {file.known_size}: cut, or of"
+                f"bytes {entry.offset} to {entry.offset + entry.size} of a shard of {file.size}: cut, or of"
                 " another checkpoint",
                 path=file.path,
             )

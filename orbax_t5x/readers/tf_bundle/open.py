@@ -139,7 +139,6 @@ def _state(root: Files, name: str) -> tuple[str, int] | None:
     files = files_at(root.path)
     try:
         file = files.file(name)
-        file.load(_STATE_BYTES)
         data = bytes(file.read(0, min(file.size, _STATE_BYTES)))
     finally:
         files.close()
@@ -205,7 +204,6 @@ def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None
     files, index_files = place.root, files_at(place.root.path)
     try:
         index = index_files.file(f"{place.prefix}.index")
-        index.load(limits.index_bytes)
         header, entries, slices = _read_index(index, limits)
     finally:
         index_files.close()
@@ -230,7 +228,7 @@ def _bundle_metadata(place: BundleLocation, header: BundleHeader, leaves: Bundle
         "min_consumer": header.min_consumer,
         "endianness": _ENDIANNESS[header.endianness],
         "num_shards": header.num_shards,
-        # None for a shard that no entry names or that is not there. Remote stores do not report it.
+        # None for a shard that no entry names or that is missing.
         "shard_bytes": leaves.named_sizes(),
     }
     if place.rebased_from is not None:

@@ -1,6 +1,4 @@
-"""Buckets as TensorStore reads them: bytes by ranges, bounded, with the generation of the file."""
-
-import urllib.request
+"""Buckets: moto's S3, private, public and by a profile, and a stand-in of Google's that speaks XML and JSON."""
 
 import jax
 import jax.numpy as jnp
@@ -8,76 +6,27 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
-import tensorstore as ts
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError
-from orbax_t5x.extras.buckets import buckets
-from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.responses import ResponseClock
+from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CheckpointNotFoundError
 from tests.support.bundle_writer import bundle_of
+from tests.support.format_suites import write_t5x
 from tests.support.google_store import GoogleStore
-from tests.support.http_store import Request, serving
-
-FILES = {"a/1": b"0123456789", "a/2/3": b"", "ab": b"x"}
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-    kvstore = ts.KvStore.open("memory://").result()
-    for name, data in FILES.items():
-        kvstore.write(name, data).result()
-    monkeypatch.setattr(buckets, "open_kvstore", lambda base: kvstore)
-    return buckets.Bucket("s3://a", ResponseClock(5))
-
-
-def test_ranges_are_those_of_the_file(bucket):
-    for wanted in (BoundedRange.whole(10), BoundedRange.between(2, 5), BoundedRange.rest(7, 3), BoundedRange.last(4)):
-        found = bucket.request("a/1", wanted).result()
-        assert found.data == FILES["a/1"][wanted.start : wanted.stop] and found.file_bytes is None
-    assert bucket.request("a/1", NO_BYTES).result().data == b""
-    assert bucket.request("a/2/3", BoundedRange.whole(1)).result().data == b""
-    assert bucket.request("a", BoundedRange.whole(1)).result() is None
-
-
-def test_more_than_was_asked_for_is_refused(bucket):
-    with pytest.raises(CheckpointIOError, match="more than the 9 bytes asked for"):
-        bucket.request("a/1", BoundedRange.whole(9)).result()
-
-
-def test_a_file_that_is_written_again_has_another_generation(bucket):
-    before = bucket.request("ab", NO_BYTES).result().version.tag
-    assert before and bucket.request("ab", BoundedRange.whole(1)).result().version.tag == before
-    bucket._kvstore.write("ab", b"y").result()
-    assert bucket.request("ab", NO_BYTES).result().version.tag != before
-
-
-def test_a_list_has_what_is_below_a_directory(bucket):
-    assert sorted(bucket.names("a/", 60)) == ["a/1", "a/2/3"]
-    assert sorted(bucket.names("", 60)) == sorted(FILES)
-
-
-def test_a_request_is_done_and_may_be_given_up(bucket):
-    pending = bucket.request("a/1", BoundedRange.whole(10))
-    pending.result()
-    assert pending.done()
-    pending.cancel()
-    bucket.close_idle()
-
 
 pytestmark = pytest.mark.slow
 
-W = np.arange(24, dtype=np.float32).reshape(4, 6)
+W = np.random.default_rng(0).normal(size=(256, 64)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A Mesh TensorFlow bundle, safetensors, and an Orbax root with two steps and an unfinished one."""
+    """A Mesh TensorFlow bundle, safetensors, a T5X step, and an Orbax root with two steps and an unfinished one."""
     directory = tmp_path_factory.mktemp("bucket")
     for name in ("bundle", "hugging"):
         (directory / name).mkdir()
     bundle_of({"w": W}).write(directory / "bundle")
     safetensors.numpy.save_file({"w": W}, directory / "hugging" / "model.safetensors")
+    write_t5x(directory / "t5x" / "checkpoint_7", {"w": W})
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     with ocp.CheckpointManager(directory / "root", options=options) as manager:
         for step in (3, 12):
@@ -100,8 +49,12 @@ def check_all(base):
     target = {"w": jax.ShapeDtypeStruct(W.shape, jnp.float32)}
     for name in ("bundle", "hugging", "hugging/model.safetensors"):
         np.testing.assert_array_equal(ot.restore(f"{base}/{name}", target)["w"], W)
-    (leaf,) = ot.diff(f"{base}/bundle", f"{base}/root").leaves
-    assert (leaf.status, leaf.differing, leaf.absolute.value) == ("values", 24, 12.0)
+    for name in ("t5x", "t5x/checkpoint_7", "t5x/checkpoint_7/checkpoint"):
+        with ot.open_checkpoint(f"{base}/{name}") as checkpoint:
+            assert (checkpoint.format, checkpoint.step) == ("t5x", 7)
+            np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+    (leaf,) = ot.diff(f"{base}/bundle", f"{base}/root", atol=11).leaves
+    assert (leaf.status, leaf.differing) == ("values", W.size)
     assert ot.latest_step(f"{base}/root") == 12, "40 has no mark of its writer"
     assert ot.latest_step(f"{base}/root/", validated=True) == 12
     for place in ("root", "root/12", "root/12/default"):
@@ -125,6 +78,8 @@ def moto(tree):
     client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
     for bucket in ("private", "public"):
         client.create_bucket(Bucket=bucket)
+        if bucket == "public":
+            client.put_bucket_acl(Bucket=bucket, ACL="public-read")
         for name, data in files_of(tree).items():
             acl = {"ACL": "public-read"} if bucket == "public" else {}
             client.put_object(Bucket=bucket, Key=f"models/{name}", Body=data, **acl)
@@ -133,25 +88,29 @@ def moto(tree):
 
 
 @pytest.fixture
-def amazon(moto, monkeypatch):
-    """The environment of somebody with credentials."""
+def nobody(moto, monkeypatch):
+    """The environment of somebody without credentials."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     return monkeypatch
 
 
-@pytest.fixture
-def nobody(amazon):
-    """The environment of somebody without."""
-    amazon.delenv("AWS_ACCESS_KEY_ID")
-    amazon.delenv("AWS_SECRET_ACCESS_KEY")
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        amazon.setenv(name, "/dev/null")
-    amazon.setenv("AWS_EC2_METADATA_DISABLED", "true")
+def test_s3_with_keys_of_the_environment(nobody):
+    nobody.setenv("AWS_ACCESS_KEY_ID", "key")
+    nobody.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    check_all("s3://private/models")
 
 
-def test_s3_with_credentials(amazon):
+def test_s3_by_a_profile(nobody, tmp_path):
+    (tmp_path / "credentials").write_text("[work]\naws_access_key_id = key\naws_secret_access_key = secret\n")
+    (tmp_path / "config").write_text("[profile work]\nregion = eu-central-1\n")
+    nobody.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    nobody.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    nobody.setenv("AWS_PROFILE", "work")
     check_all("s3://private/models")
 
 
@@ -164,12 +123,18 @@ def test_s3_that_is_refused(nobody):
         ot.open_checkpoint("s3://private/models/hugging")
 
 
+def test_a_profile_that_is_not_configured(nobody):
+    nobody.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(CheckpointIOError, match="nobody"):
+        ot.open_checkpoint("s3://private/models/hugging")
+
+
 @pytest.fixture
 def google(tree, monkeypatch):
     server = GoogleStore()
     server.files = {f"models/{name}": data for name, data in files_of(tree).items()}
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
     yield server
     server.close()
 
@@ -178,19 +143,14 @@ def test_gcs(google):
     check_all("gs://bucket/models")
 
 
-def test_a_changed_generation(google):
+def test_a_directory_is_opened_with_one_listing(google):
+    with ot.open_checkpoint("gs://bucket/models/hugging"):
+        operations = [kind for kind, *_ in google.operations]
+    assert operations.count("LIST") == 1 and len(operations) <= 3
+
+
+def test_a_changed_file(google):
     with ot.open_checkpoint("gs://bucket/models/hugging") as checkpoint:
         google.files["models/hugging/model.safetensors"] = bytes(len(google.files["models/hugging/model.safetensors"]))
-        with pytest.raises(ot.errors.CheckpointGoneError):
+        with pytest.raises(CheckpointGoneError):
             checkpoint.leaves["w"].get()
-
-
-def test_the_stand_ins_answer_ranges():
-    """They are this test's own: a range of theirs is compared with the bytes."""
-    with serving() as store:
-        store.files["a"] = bytes(range(100))
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{store.url}/a", headers={"Range": "bytes=10-19"})
-        ) as answer:
-            assert (answer.status, answer.read()) == (206, bytes(range(10, 20)))
-        assert store.log == [Request("GET", "a", "bytes=10-19")]

@@ -1,1 +1,0 @@
-"""Checkpoints in buckets of Amazon's and Google's protocols."""

@@ -1,1 +1,0 @@
-"""Checkpoints on web servers and the Hugging Face hub."""

@@ -1,1 +1,0 @@
-"""Files of remote stores, whatever their scheme."""
