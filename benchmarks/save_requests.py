@@ -163,7 +163,7 @@ class Counts(NamedTuple):
 def count_bucket(processes: int, leaves: int) -> Counts:
     """Counts the saves of a job into a bucket."""
     store = GoogleStore()
-    variables = {"TENSORSTORE_GCS_HTTP_URL": store.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}
+    variables = store.environment
     try:
         with mock.patch.dict(os.environ, variables):
             told = run_script(SCRIPT, processes, "gs://bucket", leaves, SAVES, devices=1)

@@ -55,7 +55,8 @@ _BATCH_BYTES = 4 << 20
 _BATCH_RANGES = 256
 _RETRY_SECS = 60
 CLIENT = {"allow_http": True, "connect_timeout": "10s", "read_timeout": "60s", "timeout": "10m"}
-RETRIES: Any = {"max_retries": 10, "retry_timeout": timedelta(seconds=_RETRY_SECS)}
+_BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=8), "base": 2}
+RETRIES: Any = {"max_retries": 20, "retry_timeout": timedelta(seconds=_RETRY_SECS), "backoff": _BACKOFF}
 # Marks of formats, then files of models: a web server does not list its directories.
 _MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "checkpoint")
 _MODEL_FILES = (

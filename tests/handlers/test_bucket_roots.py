@@ -28,8 +28,8 @@ RENAME = [ot.transforms.Rename([("w", "kernel")])]
 @pytest.fixture
 def google(monkeypatch):
     server = GoogleStore()
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
     object_paths.install(monkeypatch)
     yield server
     server.close()

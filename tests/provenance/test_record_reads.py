@@ -139,8 +139,8 @@ def test_a_damaged_record_counts_as_one(tmp_path):
 @pytest.fixture
 def google(monkeypatch):
     server = GoogleStore()
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
     yield server
     server.close()
 

@@ -132,8 +132,8 @@ class Roots:
 @pytest.fixture
 def roots(root, tmp_path, monkeypatch):
     google = GoogleStore()
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", google.url)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    for name, value in google.environment.items():
+        monkeypatch.setenv(name, value)
     yield Roots(root, tmp_path, google)
     google.close()
 

@@ -167,8 +167,8 @@ def test_operations_of_a_bucket_follow_the_bytes(kind, written, calls, monkeypat
     folder, path = written(kind)
     google = GoogleStore()
     google.files = {f"run/{one.relative_to(folder)}": one.read_bytes() for one in folder.rglob("*") if one.is_file()}
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", google.url)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    for name, value in google.environment.items():
+        monkeypatch.setenv(name, value)
     try:
         calls.clear()
         require_values(ot.restore(f"gs://bucket/run/{path}".rstrip("./"), TARGET))
