@@ -12,8 +12,6 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.files import local, tree_checks
-from orbax_t5x.readers.detect import probe_path
-from orbax_t5x.readers.roots import newest_of_root
 
 T5X_STATE = b"\x82\xa7version\x03\xa9optimizer\x82\xa6target\x80\xa5state\x80"
 
@@ -68,10 +66,6 @@ def test_an_unfinished_step_of_another_format_is_none(root):
     (root / "checkpoint_20.tmp").mkdir()
     with ot.open_checkpoint(root) as checkpoint:
         assert (checkpoint.format, checkpoint.step) == ("orbax", 3)
-
-
-def test_a_directory_without_steps(tmp_path):
-    assert newest_of_root(probe_path(str(tmp_path))) is None
 
 
 class Looks:

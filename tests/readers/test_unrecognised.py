@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
@@ -40,6 +41,29 @@ def test_a_directory_of_checkpoints_is_none_of_them(tmp_path):
         assert list(checkpoint.leaves) == ["w"]
     both = ot.restore({name: tmp_path / name for name in ("small", "large")}, None)
     assert sorted(both) == ["large", "small"]
+
+
+@pytest.mark.parametrize("names", [("checkpoint-500", "checkpoint-1000"), ("my_run_final",), ("checkpoints",)])
+def test_directories_of_other_programs_are_opened_by_their_own_paths(tmp_path, names):
+    for name in names:
+        if name.startswith("checkpoint-"):
+            (tmp_path / name).mkdir()
+            safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / name / "model.safetensors")
+        else:
+            with ocp.CheckpointManager(tmp_path / name) as manager:
+                manager.save(3, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    if names == ("my_run_final",):  # a renamed step
+        (tmp_path / "my_run_final").rename(tmp_path / "root")
+        (tmp_path / "root" / "3").rename(tmp_path / "my_run_final")
+        (tmp_path / "root").rmdir()
+    with pytest.raises(CheckpointNotFoundError, match=f"a directory of checkpoints: {min(names)!r}.*by its own path"):
+        ot.open_checkpoint(tmp_path)
+
+
+def test_an_unfinished_save_is_named(tmp_path):
+    (tmp_path / "0.orbax-checkpoint-tmp-1700000000").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match="is an unfinished save"):
+        ot.open_checkpoint(tmp_path)
 
 
 def test_a_name_of_the_hub():
