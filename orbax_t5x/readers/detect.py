@@ -11,7 +11,7 @@ import functools
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 
 from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError, for_caller
@@ -91,25 +91,28 @@ def owner_of_directory(probe: PathProbe, rows: Sequence[Format]) -> Format | Non
     """Returns the format that owns a directory by its files."""
     if (owner := owner_by_marks(probe, rows, "own")) is not None:
         return owner
-    passed_over: list[str] = []
+    kept: set[str] = set()
+    passed_over: set[str] = set()
     for row in rows:
         for mark in row.directory:
-            if mark.over and _names_of(mark, probe):
-                passed_over += mark.over
-    return owner_by_marks(probe, rows, "loose", passed_over)
+            if mark.over and (names := _names_of(mark, probe)):
+                kept.update(names)
+                for pattern in mark.over:
+                    passed_over.update(fnmatch.filter(probe.names, pattern))
+    return owner_by_marks(probe, rows, "loose", passed_over - kept)
 
 
 def owner_by_marks(
-    probe: PathProbe, rows: Iterable[Format], weight: Weight, passed_over: Sequence[str] = ()
+    probe: PathProbe, rows: Iterable[Format], weight: Weight, passed_over: Collection[str] = ()
 ) -> Format | None:
     """Returns the format that has a mark of this weight in a directory.
 
-    `passed_over`: globs of files that hold the same model in other encodings.
+    `passed_over`: files that hold the same model in other encodings.
     """
     owners: dict[Format, str] = {}
     for row in rows:
         for name in _marked_names(row, probe, weight):
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in passed_over):
+            if name not in passed_over:
                 owners[row] = repr(name)
                 break
     return _only_owner(owners, probe.path)

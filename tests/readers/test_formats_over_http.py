@@ -161,7 +161,7 @@ def test_items_that_the_step_names_need_no_list(root):
 
 def test_what_would_need_a_list_says_to_name_it(root):
     with serving(root) as store:
-        with pytest.raises(UnsupportedCheckpointError, match="open a step by its own URL"):
+        with pytest.raises(CheckpointNotFoundError, match="open a step by its own URL"):
             ot.open_checkpoint(store.url)
         (root / "4" / "_CHECKPOINT_METADATA").write_text("{}")
         with pytest.raises(UnsupportedCheckpointError, match=r"name one by item="):

@@ -147,15 +147,14 @@ def _open_step(root: Files, limits: Limits, item: str | None, step: int | None) 
             raise _being_deleted(root.join(deleted))
         _logger.warning("%s: the item %r is left out: its deletion was begun and not finished", root.path, deleted)
         names.remove(deleted)
-    broken: dict[str, CheckpointError] = {}
-    for name in lost_items(root, items_in(opened.step_metadata), names):
-        if item in (None, name):
-            error = broken[name] = _lost(root, name, names)
-            if item is not None or not names or isinstance(error, UnsafeCheckpointError):
-                raise error
+    lost = lost_items(root, items_in(opened.step_metadata), names)
+    for link in root.subdirectories().outside if root.can_list else []:
+        if link == item or (item is None and (link in lost or not names)):
+            raise UnsafeCheckpointError(LEADS_OUT, path=root.join(link))
+    broken = {name: _lost(root, name, names) for name in lost if item in (None, name)}
+    if broken and (item is not None or not names):
+        raise next(iter(broken.values()))
     if item is not None and item not in names:
-        if item in root.subdirectories().outside:
-            raise UnsafeCheckpointError(LEADS_OUT, path=root.join(item))
         raise CheckpointNotFoundError(f"no item {item!r} with arrays here; there is {_listed(names)}", path=root.path)
     if not names:
         raise _no_items(root, opened.step_metadata)
@@ -182,14 +181,11 @@ def _being_deleted(directory: str) -> CheckpointNotFoundError:
     )
 
 
-def _lost(root: Files, item: str, names: list[str]) -> CheckpointError:
+def _lost(root: Files, item: str, names: list[str]) -> CorruptCheckpointError:
     """Makes the error of a recorded item that cannot be opened."""
-    path = root.join(item)
-    if root.can_list and item in root.subdirectories().outside:
-        return UnsafeCheckpointError(LEADS_OUT, path=path)
     message = f"the metadata of the step name this item, and it has no {METADATA_FILE}, so the names of its leaves are"
     fix = Fix.setting(f"restore only another one with {{}}: {_listed(names)}", item=...) if names else None
-    return CorruptCheckpointError(f"{message} unknown", path=path, fix=fix)
+    return CorruptCheckpointError(f"{message} unknown", path=root.join(item), fix=fix)
 
 
 def _listed(names: list[str]) -> str:
@@ -198,14 +194,6 @@ def _listed(names: list[str]) -> str:
 
 def _no_items(root: Files, step_metadata: Mapping[str, Any]) -> CheckpointError:
     """Makes the error of a step without anything to read."""
-    if root.can_list:
-        directories, links = root.subdirectories()
-        if links:
-            return UnsafeCheckpointError(LEADS_OUT, path=root.join(min(links)))
-        for name in sorted(directories):
-            if root.has_file(f"{name}/{MANIFEST_FILE}"):
-                message = f"{METADATA_FILE} is missing, so the names of its leaves are unknown"
-                return CorruptCheckpointError(message, path=root.join(name))
     handlers = step_metadata.get("item_handlers")
     if isinstance(handlers, Mapping) and handlers:
         writers = ", ".join(f"{name!r} by {handler!r}" for name, handler in sorted(handlers.items()))

@@ -215,10 +215,8 @@ def newest_step(root: Files, steps: Iterator[Step]) -> Step | None:
         return None
     same = sorted(step.name for step in steps_named(root.subdirectories().inside) if step.step == newest.step)
     if len(same) > 1 and all(is_finished(root, name) for name in same):
-        raise UnsupportedCheckpointError(
-            f"the directories {', '.join(map(repr, same))} are all step {newest.step}; open one of them by its own path",
-            path=root.path,
-        )
+        message = f"the directories {', '.join(map(repr, same))} are all step {newest.step}"
+        raise UnsupportedCheckpointError(f"{message}; open one of them by its own path", path=root.path)
     return newest
 
 
