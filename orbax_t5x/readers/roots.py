@@ -59,7 +59,9 @@ def _require_one_format(probe: PathProbe, newest: Step) -> None:
     owner, rival = ("t5x", "orbax") if is_t5x else ("orbax", "t5x")
     if has_step_files(probe):
         raise two_owners({owner: repr(newest.name), "flax_msgpack": "files of steps"}, probe.path)
-    for step in sorted(steps_named(probe.subdirectories.inside if not root.is_remote else ()), reverse=True):
+    if root.is_remote or (not is_t5x and root.exists(f"{newest.name}/{MSGPACK_FILE}")):
+        return  # the file is early Orbax's, or damaged
+    for step in sorted(steps_named(probe.subdirectories.inside), reverse=True):
         # Of most steps, one file is looked for.
         if root.exists(f"{step.name}/{MSGPACK_FILE}") is is_t5x or is_t5x_step(root, step.name) is is_t5x:
             continue

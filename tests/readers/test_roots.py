@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files import local, tree_checks
 
 T5X_STATE = b"\x82\xa7version\x03\xa9optimizer\x82\xa6target\x80\xa5state\x80"
@@ -59,6 +59,17 @@ def test_the_step_of_a_root_with_a_number_for_its_name_is_the_newest(root, tmp_p
     root.rename(tmp_path / "7")
     with ot.open_checkpoint(tmp_path / "7", format=format) as checkpoint:
         assert checkpoint.step == ot.latest_step(tmp_path / "7") == 20
+
+
+def test_a_damaged_step_of_t5x_is_not_taken_for_another_format(tmp_path):
+    t5x_step(tmp_path / "checkpoint_2")
+    t5x_step(tmp_path / "checkpoint_3")
+    (tmp_path / "checkpoint_3" / "checkpoint").write_bytes(b"")
+    with pytest.raises(CheckpointError) as caught:
+        ot.open_checkpoint(tmp_path)
+    assert "formats own" not in str(caught.value)
+    with pytest.warns(UserWarning, match="step 3 is skipped"):
+        assert ot.latest_step(tmp_path, validated=True) == 2
 
 
 def test_an_unfinished_step_of_another_format_is_none(root):

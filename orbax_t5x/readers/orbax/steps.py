@@ -214,7 +214,9 @@ def newest_step(root: Files, steps: Iterator[Step]) -> Step | None:
     if newest is None:
         return None
     same = sorted(step.name for step in steps_named(root.subdirectories().inside) if step.step == newest.step)
-    if len(same) > 1 and all(is_finished(root, name) for name in same):
+    if len(same) > 1:
+        same = [name for name in same if is_finished(root, name)]
+    if len(same) > 1:
         message = f"the directories {', '.join(map(repr, same))} are all step {newest.step}"
         raise UnsupportedCheckpointError(f"{message}; open one of them by its own path", path=root.path)
     return newest
