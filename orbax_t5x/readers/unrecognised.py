@@ -34,39 +34,20 @@ class ForeignFormat(NamedTuple):
     """Format that cannot be read.
 
     Attributes:
-      names: Globs of its files' names.
+      names: Globs of its files' names, with blanks between them.
       mark: First or last bytes of its files.
       description: Name of the format, with its article.
       remedy: What the user does instead.
     """
 
-    names: tuple[str, ...]
+    names: str
     mark: Mark | None
     description: str
     remedy: str
 
     def has_name(self, name: str) -> bool:
         """Returns True if a file has a name of this format."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
-
-
-class ForeignDirectory(NamedTuple):
-    """Directory of a format that cannot be read.
-
-    Attributes:
-      name: Glob of a name in it.
-      beside: Names of which it also has one.
-      description, remedy: As of a `ForeignFormat`.
-    """
-
-    name: str
-    beside: tuple[str, ...]
-    description: str
-    remedy: str
-
-    def owns(self, names: Collection[str]) -> bool:
-        """Returns True if a directory of these names is of this format."""
-        return bool(fnmatch.filter(names, self.name)) and (not self.beside or any(map(names.__contains__, self.beside)))
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names.split())
 
 
 _CONVERT = "load it with its own library and save the arrays as safetensors"
@@ -77,57 +58,67 @@ _EQUINOX = (
 )
 _PAXML = "a checkpoint of PaxML", "restore it with paxml's own checkpoints module and save the arrays with Orbax"
 # The first row that fits names the file. Names go before bytes: an ending says more about what is in an archive.
-_FILES = tuple(
-    ForeignFormat(*row)
-    for row in (
-        ((), Mark(head=rb"version https://git-lfs"), "a Git LFS pointer", "run `git lfs pull` where it was cloned"),
-        (("*.keras",), None, "a Keras model", "keras.saving.load_model reads it; save its weights as safetensors"),
-        (("*.h5", "*.hdf5"), Mark(head=rb"\x89HDF\r\n\x1a\n"), "an HDF5 file (Keras)", f"{_CONVERT}, by h5py's names"),
-        # The version of the format, then its producer, its operators or its graph.
-        (
-            ("*.onnx", "onnx"),
-            Mark(head=rb"\x08[\x01-\x20](?:\x12[\x01-\x40][\x20-\x7e]|\x3a|\x42)"),
-            "an ONNX model, which holds a graph and its constants",
-            _FROM_TORCH,
-        ),
-        (("*.tflite",), Mark(head=rb"....TFL3"), "a TensorFlow Lite model", _FROM_TORCH),
-        (("*.ot",), None, "a weights file of Rust's tch (rust-bert)", "take the model.safetensors of the same model"),
-        # A line of hyperparameters may be before the arrays.
-        (("*.eqx",), Mark(head=rb"\{.*\}\r?\n\x93NUMPY"), "a file of Equinox: arrays without names", _EQUINOX),
-        (
-            (),
-            Mark(head=rb"\x93NUMPY"),
-            "NumPy arrays of numpy.save or Equinox, without names",
-            f"use numpy.load for a single array; {_EQUINOX}",
-        ),
-        (
-            (),
-            Mark(head=rb"\x92[\x91-\x9f][\xa0-\xbf\xd9]"),
-            "a stream of EasyLM: names and arrays in turn",
-            "load it with EasyLM's StreamingCheckpointer.load_checkpoint and save the tree as safetensors",
-        ),
-        ((), Mark(head=rb"PK\x03\x04"), "a zip archive, and none that torch.save or numpy.savez wrote", _CONVERT),
-        ((), Mark(head=rb"\x80[\x02-\x05]"), "a pickle, which would run code to be read", _CONVERT),
-        ((), Mark(head=rb"\x1f\x8b|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ"), "a compressed file", "decompress it first"),
-        (
-            (),
-            SSTABLE,
-            "a TensorFlow 1 (V1) checkpoint file",
-            "restore it with tf.compat.v1.train.Saver and save it again with "
-            "write_version=tf.compat.v1.train.SaverDef.V2",
-        ),
-        (("saved_model.pb",), None, "a TensorFlow SavedModel", "open its variables/variables, which is a bundle"),
-    )
+_FILES = (
+    ForeignFormat(
+        "", Mark(head=rb"version https://git-lfs"), "a Git LFS pointer", "run `git lfs pull` where it was cloned"
+    ),
+    ForeignFormat(
+        "*.keras", None, "a Keras model", "keras.saving.load_model reads it; save its weights as safetensors"
+    ),
+    ForeignFormat(
+        "*.h5 *.hdf5", Mark(head=rb"\x89HDF\r\n\x1a\n"), "an HDF5 file (Keras)", f"{_CONVERT}, by h5py's names"
+    ),
+    # The version of the format, then its producer, its operators or its graph.
+    ForeignFormat(
+        "*.onnx onnx",
+        Mark(head=rb"\x08[\x01-\x20](?:\x12[\x01-\x40][\x20-\x7e]|\x3a|\x42)"),
+        "an ONNX model, which holds a graph and its constants",
+        _FROM_TORCH,
+    ),
+    ForeignFormat("*.tflite", Mark(head=rb"....TFL3"), "a TensorFlow Lite model", _FROM_TORCH),
+    ForeignFormat(
+        "*.ot", None, "a weights file of Rust's tch (rust-bert)", "take the model.safetensors of the same model"
+    ),
+    # A line of hyperparameters may be before the arrays.
+    ForeignFormat("*.eqx", Mark(head=rb"\{.*\}\r?\n\x93NUMPY"), "a file of Equinox: arrays without names", _EQUINOX),
+    ForeignFormat(
+        "",
+        Mark(head=rb"\x93NUMPY"),
+        "NumPy arrays of numpy.save or Equinox, without names",
+        f"use numpy.load for a single array; {_EQUINOX}",
+    ),
+    ForeignFormat(
+        "",
+        Mark(head=rb"\x92[\x91-\x9f][\xa0-\xbf\xd9]"),
+        "a stream of EasyLM: names and arrays in turn",
+        "load it with EasyLM's StreamingCheckpointer.load_checkpoint and save the tree as safetensors",
+    ),
+    ForeignFormat(
+        "", Mark(head=rb"PK\x03\x04"), "a zip archive, and none that torch.save or numpy.savez wrote", _CONVERT
+    ),
+    ForeignFormat("", Mark(head=rb"\x80[\x02-\x05]"), "a pickle, which would run code to be read", _CONVERT),
+    ForeignFormat(
+        "", Mark(head=rb"\x1f\x8b|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ"), "a compressed file", "decompress it first"
+    ),
+    ForeignFormat(
+        "",
+        SSTABLE,
+        "a TensorFlow 1 (V1) checkpoint file",
+        "restore it with tf.compat.v1.train.Saver and save it again with write_version=tf.compat.v1.train.SaverDef.V2",
+    ),
+    ForeignFormat("saved_model.pb", None, "a TensorFlow SavedModel", "open its variables/variables, which is a bundle"),
+)
+# Of a directory: the globs are of a name, and perhaps of one beside it.
+_LEVANTER = (
+    "a checkpoint of Levanter: arrays of TensorStore without a list of them",
+    "export it with Levanter's save_hf_checkpoint (levanter.main.export_lm_to_hf), and open the safetensors",
 )
 _DIRECTORIES = (
-    ForeignDirectory(
-        "metadata.json",
-        ("model", "opt_state", "train_state"),
-        "a checkpoint of Levanter: arrays of TensorStore without a list of them",
-        "export it with Levanter's save_hf_checkpoint (levanter.main.export_lm_to_hf), and open the safetensors",
-    ),
-    ForeignDirectory("mdl_vars.*", (), *_PAXML),
-    ForeignDirectory("state", ("metadata",), *_PAXML),
+    ForeignFormat("metadata.json model", None, *_LEVANTER),
+    ForeignFormat("metadata.json opt_state", None, *_LEVANTER),
+    ForeignFormat("metadata.json train_state", None, *_LEVANTER),
+    ForeignFormat("mdl_vars.*", None, *_PAXML),
+    ForeignFormat("state metadata", None, *_PAXML),
 )
 # How frameworks whose checkpoints are not read name their steps.
 _STEP = re.compile(r"step-[0-9]+|checkpoint_[0-9]{8}", re.ASCII)
@@ -153,17 +144,14 @@ def missing_error(probe: PathProbe, text: str) -> CheckpointError:
                 "; web servers do not list their files, so of a root open a step by its own URL, and of a step the item"
             )
         return CheckpointNotFoundError(message, path=path)
-    directory = os.path.dirname(path)
-    while not os.path.isdir(directory) and directory != os.path.dirname(directory):
-        directory = os.path.dirname(directory)
-    name = os.path.relpath(path, directory).split(os.sep)[0]
-    names = {entry.removesuffix(".index") for entry in files_at(directory).names() if not _SHARD.fullmatch(entry)}
+    directory, name = os.path.split(path)
+    parent = PathProbe(files_at(directory))
+    names = {entry.removesuffix(".index") for entry in parent.names if not _SHARD.fullmatch(entry)}
     if url := whole_url(text):
         message = f"no such file or directory; of a URL, open {url!r}"
     elif close := difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE):
-        where = "beside it:" if directory == os.path.dirname(path) else f"in {directory} there is"
-        message += f"; {where} {', '.join(map(repr, close))}"
-    elif step_of_name(os.path.basename(path)) is not None and (steps := list(finished_steps(files_at(directory)))):
+        message += f"; beside it: {', '.join(map(repr, close))}"
+    elif names and step_of_name(name) is not None and (steps := list(finished_steps(parent.files))):
         newest = listed([repr(step.name) for step in steps], _SHOWN_NEIGHBOURS)
         message += f"; finished steps beside it, the newest first: {newest}"
     elif _HUB_NAME.fullmatch(text):
@@ -196,14 +184,14 @@ def _foreign_file(probe: PathProbe) -> tuple[str, ForeignFormat] | None:
     return None
 
 
-def _foreign_directory(probe: PathProbe) -> tuple[str, ForeignFormat | ForeignDirectory] | None:
-    names_by_subject: dict[str, Collection[str]] = {"this": probe.names}
+def _foreign_directory(probe: PathProbe) -> tuple[str, ForeignFormat] | None:
+    subjects: dict[str, Collection[str]] = {"this": probe.names}
     newest = max(filter(_STEP.fullmatch, probe.names), default="")
     if newest in probe.subdirectories.inside:
-        names_by_subject[repr(newest)] = files_at(probe.files.locate(newest)).names()
-    for subject, names in names_by_subject.items():
+        subjects[repr(newest)] = files_at(probe.files.locate(newest)).names()
+    for subject, names in subjects.items():
         for row in _DIRECTORIES:
-            if row.owns(names):
+            if all(fnmatch.filter(names, pattern) for pattern in row.names.split()):
                 return subject, row
     for name in sorted(probe.names):
         for row in _FILES:

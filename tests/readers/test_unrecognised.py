@@ -83,8 +83,8 @@ def test_a_digit_that_is_missing(tmp_path):
     bundle_of({"w": np.ones(2, np.float32)}, 2).write(tmp_path, "model.ckpt-1000000")
     with pytest.raises(CheckpointNotFoundError, match=r"beside it: 'model\.ckpt-1000000'"):
         ot.open_checkpoint(tmp_path / "model.ckpt-100000")
-    with pytest.raises(CheckpointNotFoundError, match=rf"in {tmp_path.parent} there is {tmp_path.name!r}"):
-        ot.open_checkpoint(tmp_path.with_name(tmp_path.name[:-1]) / "model.ckpt-1000000")
+    with pytest.raises(CheckpointNotFoundError, match=f"beside it: {tmp_path.name!r}"):
+        ot.open_checkpoint(tmp_path.with_name(tmp_path.name[:-1]))
 
 
 def test_a_step_that_is_not_there(tmp_path):
