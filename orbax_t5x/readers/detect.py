@@ -195,7 +195,7 @@ def path_text(path: UserPath) -> str:
     if not isinstance(text, str):
         message = (
             f"a checkpoint's path is text or an os.PathLike, not {getattr(path, '__name__', type(path).__name__)}; the "
-            "checkpoint is the first argument, the target the second, and several sources are a dict of names and paths"
+            "checkpoint is the first argument, and the target the second; several sources are a dict of names and paths"
         )
         raise for_caller(TypeError(message))
     if not text:

@@ -126,7 +126,7 @@ def test_limits_are_limits(path, value):
 
 def test_arguments_in_the_wrong_order_are_named(path):
     target = {"a": jax.ShapeDtypeStruct((8,), np.float32)}
-    order = "the checkpoint is the first argument, the target the second"
+    order = "the checkpoint is the first argument, and the target the second"
     model = flax.linen.Dense(3)  # its `path` is a property that raises
     for source in (target, target["a"], model, {"source": target}):
         with pytest.raises(TypeError, match=f"not (ShapeDtypeStruct|Dense|dict); {order}"):
