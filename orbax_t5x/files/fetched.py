@@ -1,7 +1,7 @@
 """Files that are fetched whole, because TensorStore cannot read them where they are.
 
-Web servers that redirect single files are followed by obstore, and not by TensorStore's http store. Such files go into a
-temporary directory of the user, once a machine: processes wait for each other by a lock.
+Web servers that redirect single files are followed by obstore, and not by TensorStore's http store. Such files go into
+a temporary directory of the user, once a machine: processes wait for each other by a lock.
 """
 
 from __future__ import annotations

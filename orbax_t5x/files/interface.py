@@ -1,9 +1,9 @@
 """Interface of readers to bytes: a root's files and each file.
 
-`LocalFiles` is a directory of this machine: reads are `preadv`. `RemoteFiles` is a prefix of a bucket, of a web server or
-of a repository on the hub: files are objects, reads are requests for byte ranges. Readers know neither; `files_at` makes
-them. A name is always relative, with '/', and never leaves the root; only the root itself, which
-the caller named, may be a symlink to anywhere.
+`LocalFiles` is a directory of this machine: reads are `preadv`. `RemoteFiles` is a prefix of a bucket, of a web server
+or of a repository on the hub: files are objects, reads are requests for byte ranges. Readers know neither; `files_at`
+makes them. A name is always relative, with '/', and never leaves the root; only the root itself, which the caller
+named, may be a symlink to anywhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Files of web servers, buckets and the Hugging Face hub.
 
-obstore reads files by ranges and lists directories; TensorStore reads arrays by its own http, gcs and s3 stores. Proxies,
-TLS, retries and redirects are theirs. A file is opened by one ranged request, which gives its size, its ETag and its first
-bytes, also where HEAD requests are refused. Ranges are read in batches of a few MiB, and at the end of an execution each
-file's size and ETag are asked for again. Memory: one batch for each thread that reads.
+obstore reads files by ranges and lists directories; TensorStore reads arrays by its own http, gcs and s3 stores.
+Proxies, TLS, retries and redirects are theirs. A file is opened by one ranged request, which gives its size, its ETag
+and its first bytes, also where HEAD requests are refused. Ranges are read in batches of a few MiB, and at the end of an
+execution each file's size and ETag are asked for again. Memory: one batch for each thread that reads.
 """
 
 from __future__ import annotations
@@ -266,7 +266,8 @@ class RemoteStore:
 def _amazon_bucket(bucket: str) -> tuple[Any, dict[str, Any]]:
     """Connects to a bucket of Amazon's protocol, for obstore and for TensorStore.
 
-    Credentials are those of the environment, or of boto3's session where it is installed; with none, access is anonymous.
+    Credentials are those of the environment, or of boto3's session where it is installed; without any, access is
+    anonymous.
     """
     options: dict[str, Any] = {"client_options": CLIENT, "retry_config": RETRIES}
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
@@ -409,7 +410,9 @@ class RemoteFile:
         start, data = self._held
         if not start <= offset or offset + size > start + len(data):
             stop = min(self.size, offset + max(size, FIRST_BYTES))
-            start, data = offset, bytes(self._store.fetch(self._key, [(offset, stop)], leaf)[0]) if size else b""
+            # Archives are read from their end.
+            start = offset if stop < self.size else max(0, min(offset, stop - FIRST_BYTES))
+            data = bytes(self._store.fetch(self._key, [(start, stop)], leaf)[0]) if size else b""
             self._held = start, data
         return bytearray(data[offset - start : offset - start + size])
 

@@ -43,8 +43,7 @@ class Mark:
 
     Attributes:
       name: glob of the file's name; "*" for any name.
-      head: regular expression (DOTALL) at the beginning of the first 256 bytes. If it has a group `path`, the mark
-        fits only if that path with `suffix_of_path`, below the file's directory, is a file.
+      head: regular expression (DOTALL) at the beginning of the first 256 bytes.
       tail: regular expression (DOTALL) of the last 16 bytes, whole.
       but: glob of names that the mark is not for.
       beside: name of a file that must lie beside it, with `{name}` and `{stem}` of its own; in a directory's marks a
@@ -67,7 +66,6 @@ class Mark:
     without: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
     weight: Weight = "own"
-    suffix_of_path: str = ""
 
     def __post_init__(self) -> None:
         for field in ("head", "tail"):
@@ -136,9 +134,8 @@ class Format:
 
 _SHARD = f"*.data-{'[0-9]' * 5}-of-{'[0-9]' * 5}"
 # The text in which TensorFlow names the newest bundle of a directory.
-BUNDLE_STATE = rb".*?model_checkpoint_path:"
-_STATE_PATH = BUNDLE_STATE + rb"[ \t]*(?P<quote>[\"'])(?P<path>[^\"'\\\n]+)(?P=quote)"
-SSTABLE_TAIL = rb".*\x57\xfb\x80\x8b\x24\x75\x47\xdb"
+BUNDLE_STATE = Mark(head=rb".*?model_checkpoint_path:")
+SSTABLE = Mark(tail=rb".*\x57\xfb\x80\x8b\x24\x75\x47\xdb")
 # T5X keeps the iterator of each host's training data in a step; it is a bundle.
 _ITERATOR = "train_ds-*-of-*"
 # A map of the key `version`, a small number, and the key `optimizer`; that number at the end; a train state's parts.
@@ -146,8 +143,9 @@ _T5X_HEAD = rb"[\x82-\x8f]\xa7version[\x00-\x7f]\xa9optimizer"
 _OLD_T5X_HEAD, _OLD_T5X_TAIL = rb"\x82\xa9optimizer", rb".*\xa7version[\x00-\x7f]"
 _TRAIN_STATE = rb"[\x81-\x83](?:\xa6target|\xa5state|\xadflax_mutables)"
 # A map with text keys.
-MSGPACK_MAP = rb"(?:[\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9\xda]"
-_OTHER_MSGPACK = rb"(?!" + rb"|".join((_T5X_HEAD, _OLD_T5X_HEAD, _TRAIN_STATE)) + rb")" + MSGPACK_MAP
+_MAP_HEAD = rb"(?:[\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9\xda]"
+MSGPACK_MAP = Mark(head=_MAP_HEAD)
+_OTHER_MSGPACK = rb"(?!" + rb"|".join((_T5X_HEAD, _OLD_T5X_HEAD, _TRAIN_STATE)) + rb")" + _MAP_HEAD
 # The length of the header, of less than 4 GiB, and its first brace.
 _SAFETENSORS = rb"(?![\x00\x01]\x00\x00\x00).{4}\x00{4}\{"
 _ZIP = rb"PK(?:\x03\x04|\x05\x06)"
@@ -158,12 +156,11 @@ OLD_TORCH = rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\."
 TF_BUNDLE = Format(
     "tf_bundle",
     "orbax_t5x.readers.tf_bundle.open:open_tf_bundle",
-    files=[Mark("*.index"), Mark(_SHARD), Mark(head=BUNDLE_STATE), Mark(beside="{name}.index", weight="hint")],
+    files=[Mark("*.index"), Mark(_SHARD), BUNDLE_STATE, Mark(beside="{name}.index", weight="hint")],
     directory=[
-        Mark("checkpoint", head=_STATE_PATH, suffix_of_path=".index"),
-        Mark("*.index", tail=SSTABLE_TAIL, but=_ITERATOR),
+        Mark("*.index", tail=SSTABLE.tail, but=_ITERATOR),
         Mark("*.index", beside=_SHARD.replace("*", "{stem}"), but=_ITERATOR),
-        Mark("checkpoint", head=BUNDLE_STATE, weight="hint"),
+        Mark("checkpoint", head=BUNDLE_STATE.head, weight="hint"),
     ],
     sought="a TensorFlow bundle (prefix.index, prefix.data-…)",
 )
@@ -196,7 +193,7 @@ T5X = Format(
 FLAX_MSGPACK = Format(
     "flax_msgpack",
     "orbax_t5x.readers.flax_msgpack.open:open_flax_msgpack",
-    files=[Mark("*.msgpack.index.json"), Mark(head=MSGPACK_MAP, weight="hint")],
+    files=[Mark("*.msgpack.index.json"), Mark(head=_MAP_HEAD, weight="hint")],
     directory=[Mark("flax_model.msgpack", weight="loose"), Mark("flax_model.msgpack.index.json", weight="loose")],
     sought="a Flax msgpack file",
 )

@@ -12,24 +12,21 @@ from orbax_t5x import on_demand
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError, for_caller
 from orbax_t5x.files.limits import Limits, check_limits
-from orbax_t5x.files.places import opening
+from orbax_t5x.files.places import files_at, opening
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect import (
     PathProbe,
     UserPath,
     check_item,
-    hinted_owner,
+    owner_by_marks,
     owner_of_directory,
     owner_of_file,
     path_text,
-    probe_path,
 )
 from orbax_t5x.readers.format_table import FORMATS, Format, all_formats, format_named
+from orbax_t5x.readers.roots import newest_of_root
+from orbax_t5x.readers.unrecognised import missing_error, unrecognised_error
 from orbax_t5x.text.wording import did_you_mean
-
-_newest_of_root = on_demand.function("orbax_t5x.readers.roots", "newest_of_root")
-_missing_error = on_demand.function("orbax_t5x.readers.unrecognised", "missing_error")
-_unrecognised_error = on_demand.function("orbax_t5x.readers.unrecognised", "unrecognised_error")
 
 
 @guarded
@@ -82,31 +79,29 @@ def _open_path(text: str, format: str | None, item: str | None, limits: Limits) 
             hint = did_you_mean(format, known)
             raise for_caller(ValueError(f"format={format!r} is none of {', '.join(map(repr, known))}{hint}"))
         return _open(format_named(format), text, limits, item)
-    probe, rows = probe_path(text), all_formats()
+    probe, rows = PathProbe(files_at(text)), all_formats()
     if probe.kind == "special":
         raise CheckpointNotFoundError("a FIFO, a socket or a device, not a checkpoint", path=text)
     if probe.kind == "directory":
         return _open_directory(probe, rows, item, limits)
     if row := owner_of_file(probe, rows):
         return _open(row, probe.path, limits, item)
-    if probe.kind == "missing":
-        raise _missing_error(probe.path, text)
-    raise _unrecognised_error(probe, rows)
+    raise missing_error(probe, text) if probe.kind == "missing" else unrecognised_error(probe, rows)
 
 
 def _open_directory(probe: PathProbe, rows: list[Format], item: str | None, limits: Limits) -> Checkpoint:
     """Opens a directory by its files, or its subfolders and steps."""
-    if row := owner_of_directory(probe, rows):
-        return _open(row, probe.path, limits, item)
-    if newest := _newest_of_root(probe):
+    row = owner_of_directory(probe, rows)
+    if row is None and (newest := newest_of_root(probe)) is not None:
         if newest.format is not None:
-            return _open(format_named(newest.format), probe.path, limits, item)
+            return _open(format_named(newest.format), newest.path, limits, item)
         checkpoint = _open_path(newest.path, None, item, limits)
         checkpoint.step = checkpoint.step if newest.step is None else newest.step
         return checkpoint
-    if row := hinted_owner(probe, rows):
-        return _open(row, probe.path, limits, item)
-    raise _unrecognised_error(probe, rows)
+    row = row or owner_by_marks(probe, rows, "hint")
+    if row is None:
+        raise unrecognised_error(probe, rows)
+    return _open(row, probe.path, limits, item)
 
 
 def _open(row: Format, path: str, limits: Limits, item: str | None) -> Checkpoint:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.files.interface import Files
-from orbax_t5x.files.places import opening
-from orbax_t5x.readers.detect import PathProbe, owner_of_directory, path_text, probe_path
+from orbax_t5x.files.places import files_at, opening
+from orbax_t5x.readers.detect import PathProbe, owner_of_directory, path_text
 from orbax_t5x.readers.flax_msgpack.root import StepFile, step_files
 from orbax_t5x.readers.format_table import all_formats
 from orbax_t5x.readers.formats import open_checkpoint
-from orbax_t5x.readers.orbax.steps import Step, newest_first
+from orbax_t5x.readers.orbax.steps import Step, finished_steps
 
 
 @guarded
@@ -48,15 +48,14 @@ def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int
 
 
 def _latest_step(root: str, validated: bool) -> int | None:
-    probe = probe_path(root)
+    probe = PathProbe(files_at(root))
     if probe.kind != "directory":
         return None
-    place = probe.files
     for step in _newest_first(probe):
         if not validated:
-            place.locate(step.name)
+            probe.files.locate(step.name)
             return step.step
-        problem = _problem_of(place, step.name)
+        problem = _problem_of(probe.files, step.name)
         if problem is None:
             return step.step
         warnings.warn(f"step {step.step} is skipped: {problem}", stacklevel=4)
@@ -65,8 +64,9 @@ def _latest_step(root: str, validated: bool) -> int | None:
 
 def _newest_first(probe: PathProbe) -> Iterator[Step | StepFile]:
     """Yields the finished steps of a root: directories, else files."""
-    steps = newest_first(probe.path)
-    if (newest := next(steps, None)) is not None:
+    steps = finished_steps(probe.files)
+    newest = next(steps, None)
+    if newest is not None:
         yield newest
         yield from steps
     elif owner_of_directory(probe, all_formats()) is None:
@@ -77,7 +77,10 @@ def _problem_of(root: Files, name: str) -> CheckpointError | None:
     """Opens a step and returns the first error, or None."""
     try:
         with open_checkpoint(root.locate(name)) as checkpoint:
-            broken = (leaf.error for view in checkpoint.leaves.values() for leaf in view.leaves())
-            return next((error for error in broken if error is not None), None)
+            for view in checkpoint.leaves.values():
+                for leaf in view.leaves():
+                    if leaf.error is not None:
+                        return leaf.error
     except CheckpointError as error:
         return error
+    return None

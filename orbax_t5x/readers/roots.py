@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import errno
-import os
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.readers.detect import (
-    PathProbe,
-    Subdirectories,
-    owner_of_directory,
-    probe_path,
-    subdirectories,
-    two_owners,
-)
+from orbax_t5x.readers.detect import PathProbe, two_owners
 from orbax_t5x.readers.flax_msgpack.root import has_step_files, newest_file
-from orbax_t5x.readers.format_table import all_formats
 from orbax_t5x.readers.orbax.steps import (
     MSGPACK_FILE,
-    is_step,
+    Step,
+    finished_steps,
+    is_finished,
     is_step_directory,
     is_t5x_step,
-    newest_directory,
-    newest_first,
-    step_of_name,
+    newest_step,
     steps_named,
 )
 
@@ -39,47 +30,40 @@ class NewestOfRoot(NamedTuple):
 
 def newest_of_root(probe: PathProbe) -> NewestOfRoot | None:
     """Finds a directory's step: its own or the newest of a root."""
-    files = probe.files
-    if not files.can_list:
-        return _newest_file(probe)
+    root = probe.files
+    if not root.can_list:
+        return None
     try:
-        found = subdirectories(probe.path)
-        if is_step_directory(probe.path, found):  # by its subfolders: files of steps go before
-            return _newest_file(probe) if has_step_files(probe, found) else NewestOfRoot(probe.path, format="orbax")
-        newest = newest_directory(probe.path, newest_first(probe.path, found), found)
+        newest = None
+        if is_step_directory(root):
+            if not has_step_files(probe):
+                return NewestOfRoot(probe.path, format="orbax")
+        else:
+            newest = newest_step(root, finished_steps(root))
+        if newest is None:  # files of steps are no step's, but a root's
+            file = newest_file(probe)
+            return file and NewestOfRoot(root.locate(file.name), file.step)
+        path = root.locate(newest.name)
+        _require_one_format(probe, newest)
+        return NewestOfRoot(path, newest.step)
     except CheckpointIOError as error:
-        if error.errno != errno.EACCES or not files.is_remote:
-            raise
-        return _newest_file(probe)
-    if newest is None:
-        return _newest_file(probe)
-    _require_one_format(probe, found, newest)
-    return NewestOfRoot(newest, step_of_name(os.path.basename(newest)))
+        if error.errno == errno.EACCES and root.is_remote:  # a bucket whose files can be read, and not listed
+            return None
+        raise
 
 
-def _newest_file(probe: PathProbe) -> NewestOfRoot | None:
-    """Finds the newest file of a root of Flax."""
-    newest = newest_file(probe)
-    return newest and NewestOfRoot(probe.files.locate(newest.name), newest.step)
-
-
-def _require_one_format(probe: PathProbe, found: Subdirectories, newest: str) -> None:
-    """Proves that the steps of a root are of one format."""
-    if has_step_files(probe, found):
-        of_orbax = {_owner_of_step(newest): repr(os.path.basename(newest))}
-        raise two_owners(of_orbax | {"flax_msgpack": "files of steps"}, probe.path)
-    is_t5x, files = is_t5x_step(newest), probe.files
-    for _, name in sorted(steps_named(found.inside), reverse=True):
-        if files.exists(f"{name}/{MSGPACK_FILE}") is is_t5x:
+def _require_one_format(probe: PathProbe, newest: Step) -> None:
+    """Raises if the steps of a root are of several formats; in a bucket, the newest step decides."""
+    root = probe.files
+    is_t5x = is_t5x_step(root, newest.name)
+    owner, rival = ("t5x", "orbax") if is_t5x else ("orbax", "t5x")
+    if has_step_files(probe):
+        raise two_owners({owner: repr(newest.name), "flax_msgpack": "files of steps"}, probe.path)
+    if root.is_remote or (not is_t5x and root.exists(f"{newest.name}/{MSGPACK_FILE}")):
+        return  # the file is early Orbax's, or damaged
+    for step in sorted(steps_named(probe.subdirectories.inside), reverse=True):
+        # Of most steps, one file is looked for.
+        if root.exists(f"{step.name}/{MSGPACK_FILE}") is is_t5x or is_t5x_step(root, step.name) is is_t5x:
             continue
-        directory = os.path.join(probe.path, name)
-        if is_t5x_step(directory) is not is_t5x and is_step(directory):
-            owner, other = _owner_of_step(newest), _owner_of_step(directory)
-            if other != owner:
-                raise two_owners({owner: repr(os.path.basename(newest)), other: repr(name)}, probe.path)
-
-
-def _owner_of_step(directory: str) -> str:
-    """Names the format of a finished step, Orbax's by default."""
-    owner = owner_of_directory(probe_path(directory), all_formats())
-    return "orbax" if owner is None else owner.name
+        if is_finished(root, step.name):
+            raise two_owners({owner: repr(newest.name), rival: repr(step.name)}, probe.path)

@@ -15,12 +15,19 @@ from etils import epath
 
 from orbax_t5x.concurrency.process_threads import waiting_pool
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError
+from orbax_t5x.files.interface import Files
 from orbax_t5x.files.paths import url_scheme
-from orbax_t5x.files.places import opening
+from orbax_t5x.files.places import files_at, opening
 from orbax_t5x.provenance.records import from_metadata
-from orbax_t5x.readers.detect import is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import read_custom_metadata
-from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, TEMPORARY_MARK, step_of_name
+from orbax_t5x.readers.orbax.steps import (
+    COMMIT_FILE,
+    STEP_METADATA_FILE,
+    TEMPORARY_MARK,
+    Step,
+    step_of_name,
+    steps_named,
+)
 
 SINGLE_ITEMS = ("default", "state")
 """Names of a single item, of Orbax's managers and of Orbax v1: a run may go from either to the other."""
@@ -39,13 +46,6 @@ class StepItem(NamedTuple):
     root: str
     item: str
     step: int
-
-
-class _StepDirectory(NamedTuple):
-    """A directory with the name of a step, finished or not."""
-
-    step: int
-    path: str
 
 
 def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
@@ -69,8 +69,9 @@ def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
 def has_other_steps(item: StepItem) -> bool:
     """Returns True if the root has another finished step."""
     with opening():
-        steps = _steps_in(item.root)
-        return any(step.step != item.step and _is_finished(steps, index) for index, step in enumerate(steps))
+        root = files_at(item.root)
+        steps = _steps_in(root)
+        return any(step.step != item.step and _is_finished(root, steps, index) for index, step in enumerate(steps))
 
 
 def lacks_record(directory: str | os.PathLike[str]) -> bool:
@@ -83,43 +84,44 @@ def lacks_record(directory: str | os.PathLike[str]) -> bool:
         if item is not None and _has_older_record(item):
             return True
         try:
-            return any(map(_PARTIAL_SAVE.fullmatch, subdirectories(os.fspath(directory)).inside))
+            return any(map(_PARTIAL_SAVE.fullmatch, files_at(os.fspath(directory)).subdirectories().inside))
         except CheckpointError:
             return False
 
 
 def _has_older_record(item: StepItem) -> bool:
-    steps = _steps_in(item.root)
+    root = files_at(item.root)
+    steps = _steps_in(root)
     older = [index for index, step in enumerate(steps) if step.step < item.step]
     for first in range(0, len(older), _BATCH_STEPS):
         batch = older[first : first + _BATCH_STEPS]
         # Each thread needs the session of remote stores, and a context can be entered by one thread at a time.
         pending = [
-            waiting_pool().submit(contextvars.copy_context().run, _has_record, steps[index].path, item.item)
+            waiting_pool().submit(
+                contextvars.copy_context().run, _has_record, os.path.join(item.root, steps[index].name), item.item
+            )
             for index in batch
         ]
         with_record = [index for index, future in zip(batch, pending, strict=True) if future.result()]
-        if any(_is_finished(steps, index) for index in with_record):
+        if any(_is_finished(root, steps, index) for index in with_record):
             return True
     return False
 
 
-def _steps_in(root: str) -> list[_StepDirectory]:
-    """Lists the directories of steps in a root, newest first."""
+def _steps_in(root: Files) -> list[Step]:
+    """Lists the directories with names of steps in a root, newest first, finished or not."""
     try:
-        names = subdirectories(root).inside
+        return sorted(steps_named(root.subdirectories().inside), reverse=True)
     except CheckpointGoneError:
         return []
-    steps = [(step_of_name(name), os.path.join(root, name)) for name in names]
-    return sorted((_StepDirectory(step, path) for step, path in steps if step is not None), reverse=True)
 
 
-def _is_finished(steps: list[_StepDirectory], index: int) -> bool:
-    """Tests for the file that Orbax writes last; see `readers.orbax.steps.newest_first`."""
-    path = steps[index].path
-    if is_file(path, COMMIT_FILE) or not is_file(path, STEP_METADATA_FILE):
+def _is_finished(root: Files, steps: list[Step], index: int) -> bool:
+    """Tests for the file that Orbax writes last; see `readers.orbax.steps.finished_steps`."""
+    name = steps[index].name
+    if root.has_file(f"{name}/{COMMIT_FILE}") or not root.has_file(f"{name}/{STEP_METADATA_FILE}"):
         return True
-    return not any(is_file(older.path, COMMIT_FILE) for older in steps[index + 1 :])
+    return not any(root.has_file(f"{older.name}/{COMMIT_FILE}") for older in steps[index + 1 :])
 
 
 def _has_record(step: str, item: str) -> bool:

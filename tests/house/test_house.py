@@ -275,7 +275,7 @@ CACHED_WHERE_THREADS_READ = {
     "files.crc": {"_tables", "_table_lists"},
     "readers.array_kind": {"checking_codec"},
     "readers.box_sums": {"bases", "_corners"},
-    "readers.detect": {"files", "tail"},
+    "readers.detect": {"subdirectories"},
     "readers.ocdbt_values": {"in_tree"},
     "readers.orbax.arrays": {"kvstore", "absent_is_fill"},
 }

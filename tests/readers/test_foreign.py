@@ -43,7 +43,7 @@ def one_array():
 FOREIGN = {
     "Equinox": (several_arrays(), "Equinox"),
     "Equinox with hyperparameters": (several_arrays(b'{"width": 3}\n'), "tree_deserialise_leaves"),
-    "one array": (one_array(), "a single NumPy array"),
+    "one array": (one_array(), "numpy.load"),
     "ONNX": (b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\x10", "ONNX"),
     "ONNX without a producer": (b"\x08\x07\x3a\x90\x01\x0a", "ONNX"),
     "TensorFlow Lite": (b"\x1c\x00\x00\x00TFL3" + bytes(40), "Lite"),
@@ -51,7 +51,7 @@ FOREIGN = {
     "old pickle of PyTorch": (pickle.dumps([1], protocol=2), "a pickle"),
     "zip": (zipped(), "zip archive"),
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5"),
-    "npy": (b"\x93NUMPY\x01\x00", "NumPy array"),
+    "EasyLM": (b"\x92\x97\xa6params\xa1a\xa1b", "EasyLM"),
     "gzip": (gzip.compress(b"x"), "decompress"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
     "TensorFlow 1": (bytes(100) + bytes.fromhex("57fb808b247547db"), "V1"),

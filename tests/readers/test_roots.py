@@ -10,10 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files import local, tree_checks
-from orbax_t5x.readers.detect import probe_path
-from orbax_t5x.readers.roots import newest_of_root
 
 T5X_STATE = b"\x82\xa7version\x03\xa9optimizer\x82\xa6target\x80\xa5state\x80"
 
@@ -63,15 +61,22 @@ def test_the_step_of_a_root_with_a_number_for_its_name_is_the_newest(root, tmp_p
         assert checkpoint.step == ot.latest_step(tmp_path / "7") == 20
 
 
+def test_a_damaged_step_of_t5x_is_not_taken_for_another_format(tmp_path):
+    t5x_step(tmp_path / "checkpoint_2")
+    t5x_step(tmp_path / "checkpoint_3")
+    (tmp_path / "checkpoint_3" / "checkpoint").write_bytes(b"")
+    with pytest.raises(CheckpointError) as caught:
+        ot.open_checkpoint(tmp_path)
+    assert "formats own" not in str(caught.value)
+    with pytest.warns(UserWarning, match="step 3 is skipped"):
+        assert ot.latest_step(tmp_path, validated=True) == 2
+
+
 def test_an_unfinished_step_of_another_format_is_none(root):
     (root / "checkpoint_1" / "target.w").mkdir(parents=True)
     (root / "checkpoint_20.tmp").mkdir()
     with ot.open_checkpoint(root) as checkpoint:
         assert (checkpoint.format, checkpoint.step) == ("orbax", 3)
-
-
-def test_a_directory_without_steps(tmp_path):
-    assert newest_of_root(probe_path(str(tmp_path))) is None
 
 
 class Looks:

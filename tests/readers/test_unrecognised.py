@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
@@ -42,6 +43,29 @@ def test_a_directory_of_checkpoints_is_none_of_them(tmp_path):
     assert sorted(both) == ["large", "small"]
 
 
+@pytest.mark.parametrize("names", [("checkpoint-500", "checkpoint-1000"), ("my_run_final",), ("checkpoints",)])
+def test_directories_of_other_programs_are_opened_by_their_own_paths(tmp_path, names):
+    for name in names:
+        if name.startswith("checkpoint-"):
+            (tmp_path / name).mkdir()
+            safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / name / "model.safetensors")
+        else:
+            with ocp.CheckpointManager(tmp_path / name) as manager:
+                manager.save(3, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    if names == ("my_run_final",):  # a renamed step
+        (tmp_path / "my_run_final").rename(tmp_path / "root")
+        (tmp_path / "root" / "3").rename(tmp_path / "my_run_final")
+        (tmp_path / "root").rmdir()
+    with pytest.raises(CheckpointNotFoundError, match=f"a directory of checkpoints: {min(names)!r}.*by its own path"):
+        ot.open_checkpoint(tmp_path)
+
+
+def test_an_unfinished_save_is_named(tmp_path):
+    (tmp_path / "0.orbax-checkpoint-tmp-1700000000").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match="is an unfinished save"):
+        ot.open_checkpoint(tmp_path)
+
+
 def test_a_name_of_the_hub():
     with pytest.raises(CheckpointNotFoundError, match="open 'hf://google/flan-t5-small'"):
         ot.open_checkpoint("google/flan-t5-small")
@@ -59,8 +83,8 @@ def test_a_digit_that_is_missing(tmp_path):
     bundle_of({"w": np.ones(2, np.float32)}, 2).write(tmp_path, "model.ckpt-1000000")
     with pytest.raises(CheckpointNotFoundError, match=r"beside it: 'model\.ckpt-1000000'"):
         ot.open_checkpoint(tmp_path / "model.ckpt-100000")
-    with pytest.raises(CheckpointNotFoundError, match=rf"in {tmp_path.parent} there is {tmp_path.name!r}"):
-        ot.open_checkpoint(tmp_path.with_name(tmp_path.name[:-1]) / "model.ckpt-1000000")
+    with pytest.raises(CheckpointNotFoundError, match=f"beside it: {tmp_path.name!r}"):
+        ot.open_checkpoint(tmp_path.with_name(tmp_path.name[:-1]))
 
 
 def test_a_step_that_is_not_there(tmp_path):

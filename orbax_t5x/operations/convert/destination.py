@@ -22,7 +22,6 @@ from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME, WEIGHTS
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from orbax_t5x.readers import Checkpoint, Limits
-from orbax_t5x.readers.detect import is_file
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
 from orbax_t5x.readers.orbax.open import read_step_metadata
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names, step_of_name
@@ -137,7 +136,7 @@ def _step_directory(source: Checkpoint, path: Path) -> Path | None:
     """Returns the directory of the source's step, or None."""
     if source.format not in _WITH_STEPS or source.step is None:
         return None
-    if is_file(str(path.parent), STEP_METADATA_FILE):
+    if (path.parent / STEP_METADATA_FILE).is_file():
         return path.parent
     directories = (one for one in (path, path.parent) if one.is_dir())
     return next((one for one in directories if step_of_name(one.name) == source.step), None)
@@ -219,7 +218,7 @@ def _names_of_orbax(root: Files, names: set[str]) -> set[str] | None:
     elif STEP_METADATA_FILE in names:
         handlers = read_step_metadata(root, Limits()).get("item_handlers")
         known |= set(handlers) if isinstance(handlers, dict) else set()
-        known |= set(item_names(root.path))
+        known |= set(item_names(root))
         if not known:
             return None
     else:

@@ -32,6 +32,7 @@ from orbax_t5x.errors import (
     RestorePlanError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.places import files_at
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
 from orbax_t5x.handlers.orbax_names import processes_of, registry_of, step_directory
@@ -300,8 +301,9 @@ class _JobStart:
             return self._options.item
         if (directory / _DEFAULT_ITEM).is_dir():
             return _DEFAULT_ITEM
-        names = item_names(os.fspath(directory))
-        lost = lost_items(os.fspath(directory), _recorded_items(directory) or {}, names)
+        step = files_at(os.fspath(directory))
+        names = item_names(step)
+        lost = lost_items(step, _recorded_items(directory) or {}, names)
         return names[0] if len(names) == 1 and not lost else ""
 
     def _attempt(
@@ -421,7 +423,7 @@ class _JobStart:
             is_foreign=all(record is None for record in records.values()),
             has_values=self._options.fallback is not None,
             keyword="init_fn",
-            items=() if self._item_in(directory) else item_names(os.fspath(directory)),
+            items=() if self._item_in(directory) else item_names(files_at(os.fspath(directory))),
         )
 
 
@@ -446,6 +448,6 @@ def _recorded_items(directory: epath.Path) -> Mapping[str, Any] | None:
     None: they cannot be read.
     """
     try:
-        return recorded_items(os.fspath(directory))
+        return recorded_items(files_at(os.fspath(directory)))
     except CheckpointError:
         return None

@@ -15,7 +15,7 @@ from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, open_directory_of
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.detect import probe_path
+from orbax_t5x.readers.detect import PathProbe
 from orbax_t5x.readers.flax_msgpack.leaves import is_early_item, is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
@@ -70,7 +70,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
     names = given.names()
     if model := next((name for name in (HUB_FILE, INDEX_FILE) if name in names), None):
         return _open_model(path, path, model, step, limits)
-    newest = newest_file(probe_path(path))
+    newest = newest_file(PathProbe(given))
     if newest is None:
         raise CheckpointNotFoundError(f"neither {HUB_FILE!r}, nor its index, nor files of steps", path=path)
     opened = _FlaxFiles(given, limits)

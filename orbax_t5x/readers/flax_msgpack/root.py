@@ -11,7 +11,8 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from orbax_t5x.errors import UnsupportedCheckpointError
-from orbax_t5x.readers.detect import PathProbe, Subdirectories, is_msgpack_map, subdirectories
+from orbax_t5x.readers.detect import PathProbe
+from orbax_t5x.readers.format_table import MSGPACK_MAP
 
 _PREFIX = "checkpoint_"
 # As Python writes numbers; a sign that follows a letter or a digit belongs to the prefix.
@@ -36,19 +37,20 @@ class StepFile(NamedTuple):
 def step_files(probe: PathProbe) -> list[StepFile]:
     """Lists a directory's files of steps, oldest first.
 
-    Files of the prefix `checkpoint_` are Flax's by their names, so that a damaged one is never passed over for an older
-    one. Files of another prefix are where the newest of them begins as Flax's do.
+    Files of the prefix `checkpoint_` are Flax's by their names, so that a damaged file is never passed over for an
+    older file. Files of another prefix are steps if the newest of them begins as Flax's files do.
     """
-    found = _by_prefix(probe)
-    if _PREFIX in found and probe.inside(found[_PREFIX][-1].name).kind != "special":
-        return found[_PREFIX]
-    others = [files for _, files in sorted(found.items()) if is_msgpack_map(probe.inside(files[-1].name))]
-    if len(others) > 1:
-        newest = ", ".join(repr(files[-1].name) for files in others)
+    by_prefix = _files_by_prefix(probe)
+    own = by_prefix.get(_PREFIX)
+    if own and probe.look(own[-1].name).kind != "special":
+        return own
+    roots = [files for files in by_prefix.values() if probe.has_bytes(MSGPACK_MAP, files[-1].name)]
+    if len(roots) > 1:
+        newest = ", ".join(sorted(repr(files[-1].name) for files in roots))
         raise UnsupportedCheckpointError(
             f"steps of several prefixes: open one of {newest} by its path", path=probe.path
         )
-    return others[0] if others else []
+    return roots[0] if roots else []
 
 
 def newest_file(probe: PathProbe) -> StepFile | None:
@@ -63,21 +65,21 @@ def newest_file(probe: PathProbe) -> StepFile | None:
     return files[-1] if files else None
 
 
-def has_step_files(probe: PathProbe, found: Subdirectories) -> bool:
-    """Tests if a root of step directories has Flax's step files, too."""
-    newest = (files[-1].name for files in _by_prefix(probe, found).values())
-    return any(is_msgpack_map(probe.inside(name)) for name in newest)
+def has_step_files(probe: PathProbe) -> bool:
+    """Returns True if a directory has files of steps that begin as Flax's files do."""
+    return any(probe.has_bytes(MSGPACK_MAP, files[-1].name) for files in _files_by_prefix(probe).values())
 
 
-def _by_prefix(probe: PathProbe, found: Subdirectories | None = None) -> dict[str, list[StepFile]]:
+def _files_by_prefix(probe: PathProbe) -> dict[str, list[StepFile]]:
     """Groups files with numbered names by prefix, oldest first."""
-    names = probe.names if found is None else probe.names.difference(found.inside, found.outside)
-    matches = [match for name in names if (match := _NAME.fullmatch(name))]
-    directories = set(subdirectories(probe.path).inside) if matches and found is None else set()
     files: dict[str, list[StepFile]] = {}
+    matches = [match for match in map(_NAME.fullmatch, probe.names) if match is not None]
+    if not matches or not probe.files.can_list:
+        return files
+    directories = set(probe.subdirectories.inside)
     for match in matches:
         if match[0] not in directories:
             files.setdefault(match["prefix"], []).append(StepFile(Decimal(match["number"]), match[0]))
-    for same in files.values():
-        same.sort()
+    for same_prefix in files.values():
+        same_prefix.sort()
     return files

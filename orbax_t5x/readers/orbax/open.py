@@ -35,7 +35,6 @@ from orbax_t5x.files.strict_json import charge_parsed, parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.detect import is_file, subdirectories
 from orbax_t5x.readers.leaves import BrokenLeaf, EmptyLeaf, KnownLeaf
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.orbax.arrays import ItemArrays, database_files, find_item_files
@@ -51,9 +50,11 @@ from orbax_t5x.readers.orbax.metadata import (
 from orbax_t5x.readers.orbax.steps import (
     MANIFEST_FILE,
     MSGPACK_FILE,
+    PROCESS_PREFIX,
     STEP_METADATA_FILE,
     are_checkpoints,
     deleted_item,
+    finished_steps,
     is_early_item,
     is_item,
     is_step_directory,
@@ -62,8 +63,7 @@ from orbax_t5x.readers.orbax.steps import (
     item_names,
     items_in,
     lost_items,
-    newest_directory,
-    newest_first,
+    newest_step,
     step_of_name,
 )
 from orbax_t5x.readers.tensorstore_specs import TensorStoreValues, make_context
@@ -83,80 +83,93 @@ _logger = logging.getLogger(__name__)
 def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
     """Opens a root (its newest step), a step or an item."""
     files = files_at(os.fspath(path))
-    directory = files.path
-    if is_temporary(directory):
+    if is_temporary(files.path):
         raise CheckpointNotFoundError(
-            "an unfinished save: Orbax renames this directory when it is done", path=directory
+            "an unfinished save: Orbax renames this directory when it is done", path=files.path
         )
-    if files.has_file(METADATA_FILE) or files.has_file(MANIFEST_FILE) or is_early_item(files):
-        return _open_single_item(files_at(directory), limits, item)
-    if not is_step_directory(directory):
-        steps = (step for step in newest_first(directory) if not is_t5x_step(os.path.join(directory, step.name)))
-        newest = newest_directory(directory, steps)
+    if _is_single_item(files):
+        return _open_single_item(files, limits, item)
+    step = step_of_name(os.path.basename(files.path))
+    if not is_step_directory(files):
+        steps = (step for step in finished_steps(files) if not is_t5x_step(files, step.name))
+        newest = newest_step(files, steps)
         if newest is None:
             raise CheckpointNotFoundError(
-                "neither an Orbax item, nor a step, nor a root with a finished step", path=directory
+                "neither an Orbax item, nor a step, nor a root with a finished step", path=files.path
             )
-        directory = newest
-        if is_item(directory):
-            opened = _open_single_item(files_at(directory), limits, item)
-            opened.step = step_of_name(os.path.basename(directory))
-            return opened
-    return _open_step(files_at(directory), limits, item)
+        files, step = files_at(files.locate(newest.name)), newest.step
+        if _is_single_item(files):
+            checkpoint = _open_single_item(files, limits, item)
+            checkpoint.step = step
+            return checkpoint
+    return _open_step(files, limits, item, step)
+
+
+def _is_single_item(files: Files) -> bool:
+    return is_item(files) or files.has_file(MANIFEST_FILE) or is_early_item(files)
 
 
 def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpoint:
     """Opens an item by its own path."""
-    directory = files.path
-    parent, name = os.path.split(directory)
+    directory, name = os.path.split(files.path)
     if item is not None and item != name:
-        raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
-    step_name = os.path.basename(parent)
+        raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=files.path)
+    _require_merged(files)
+    parent, step_name = files_at(directory), os.path.basename(directory)
     # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
-    in_step = is_file(parent, STEP_METADATA_FILE) or step_name.isdecimal()
+    in_step = parent.has_file(STEP_METADATA_FILE) or step_name.isdecimal()
     if in_step and deleted_item(parent) == name:
-        raise _being_deleted(directory)
+        raise _being_deleted(files.path)
     opened = _OrbaxOpening(files, limits)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
 
-def _open_step(root: Files, limits: Limits, item: str | None) -> Checkpoint:
+def _require_merged(files: Files) -> None:
+    """Raises if the databases of an item's processes were never merged."""
+    database = f"{PROCESS_PREFIX}0"
+    if files.has_file(f"{database}/{MANIFEST_FILE}") and not files.has_file(MANIFEST_FILE):
+        raise CorruptCheckpointError(
+            f"{MANIFEST_FILE} is missing: the arrays are still in {database!r}, because the save ended before Orbax "
+            "merged the databases of its processes (`finalize` of its handler does it)",
+            path=files.path,
+        )
+
+
+def _open_step(root: Files, limits: Limits, item: str | None, step: int | None) -> Checkpoint:
     opened = _OrbaxOpening(root, limits)
-    if item is not None and root.is_remote and is_name(item) and is_item(root.join(item)):
-        return opened.checkpoint({item: ""}, step=step_of_name(os.path.basename(root.path)), items=[item])
-    names = item_names(root.path)
-    deleted = deleted_item(root.path)
+    if item is not None and not root.can_list and is_name(item) and is_item(root, item):
+        return opened.checkpoint({item: ""}, step=step, items=[item])
+    names = item_names(root)
+    deleted = deleted_item(root)
     if deleted in names:
         if item == deleted or names == [deleted]:
             raise _being_deleted(root.join(deleted))
         _logger.warning("%s: the item %r is left out: its deletion was begun and not finished", root.path, deleted)
         names.remove(deleted)
-    lost = lost_items(root.path, items_in(opened.step_metadata), names)
+    lost = lost_items(root, items_in(opened.step_metadata), names)
+    for link in root.subdirectories().outside if root.can_list else []:
+        if link == item or (item is None and (link in lost or not names)):
+            raise UnsafeCheckpointError(LEADS_OUT, path=root.join(link))
     broken = {name: _lost(root, name, names) for name in lost if item in (None, name)}
-    for error in broken.values():
-        if item is not None or not names or isinstance(error, UnsafeCheckpointError):
-            raise error
+    if broken and (item is not None or not names):
+        raise next(iter(broken.values()))
+    if item is not None and item not in names:
+        raise CheckpointNotFoundError(f"no item {item!r} with arrays here; there is {_listed(names)}", path=root.path)
+    if not names:
+        raise _no_items(root, opened.step_metadata)
+    if item is None and len(names) > 1 and are_checkpoints(root, names):
+        raise UnsupportedCheckpointError(
+            f"no step, but a directory of checkpoints: {_listed(names)}; open one of them by its own path, or "
+            "restore from several as a dict of names and paths",
+            path=root.path,
+        )
     if item is not None:
-        if item not in names:
-            if item in subdirectories(root.path).outside:
-                raise UnsafeCheckpointError(LEADS_OUT, path=root.join(item))
-            raise CheckpointNotFoundError(
-                f"no item {item!r} with arrays here; there is {_listed(names)}", path=root.path
-            )
         prefixes = {item: ""}
     elif len(names) == 1 and not broken:
         prefixes = {names[0]: ""}
-    elif names:
-        if are_checkpoints(root.path, names):
-            raise UnsupportedCheckpointError(
-                f"no step, but a directory of checkpoints: {_listed(names)}; open one of them by its own path, or "
-                "restore from several as a dict of names and paths",
-                path=root.path,
-            )
-        prefixes = {name: f"{name}/" for name in names}
     else:
-        raise _no_items(root, opened.step_metadata)
-    return opened.checkpoint(prefixes, step=step_of_name(os.path.basename(root.path)), items=names, broken=broken)
+        prefixes = {name: f"{name}/" for name in names}
+    return opened.checkpoint(prefixes, step=step, items=names, broken=broken)
 
 
 def _being_deleted(directory: str) -> CheckpointNotFoundError:
@@ -167,14 +180,11 @@ def _being_deleted(directory: str) -> CheckpointNotFoundError:
     )
 
 
-def _lost(root: Files, item: str, names: list[str]) -> CheckpointError:
+def _lost(root: Files, item: str, names: list[str]) -> CorruptCheckpointError:
     """Makes the error of a recorded item that cannot be opened."""
-    path = root.join(item)
-    if item in subdirectories(root.path).outside:
-        return UnsafeCheckpointError(LEADS_OUT, path=path)
     message = f"the metadata of the step name this item, and it has no {METADATA_FILE}, so the names of its leaves are"
     fix = Fix.setting(f"restore only another one with {{}}: {_listed(names)}", item=...) if names else None
-    return CorruptCheckpointError(f"{message} unknown", path=path, fix=fix)
+    return CorruptCheckpointError(f"{message} unknown", path=root.join(item), fix=fix)
 
 
 def _listed(names: list[str]) -> str:
@@ -183,14 +193,6 @@ def _listed(names: list[str]) -> str:
 
 def _no_items(root: Files, step_metadata: Mapping[str, Any]) -> CheckpointError:
     """Makes the error of a step without anything to read."""
-    inside, outside = subdirectories(root.path)
-    if outside:
-        return UnsafeCheckpointError(LEADS_OUT, path=root.join(min(outside)))
-    for entry in sorted(inside):
-        if is_file(os.path.join(root.path, entry), MANIFEST_FILE):
-            return CorruptCheckpointError(
-                f"{METADATA_FILE} is missing, so the names of its leaves are unknown", path=root.join(entry)
-            )
     handlers = step_metadata.get("item_handlers")
     if isinstance(handlers, Mapping) and handlers:
         writers = ", ".join(f"{name!r} by {handler!r}" for name, handler in sorted(handlers.items()))

@@ -38,7 +38,7 @@ from orbax_t5x.readers.flax_msgpack.leaves import is_early_item, is_empty, msgpa
 from orbax_t5x.readers.flax_msgpack.open import StateFile, open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.leaves import BrokenLeaf
-from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, newest_directory, newest_first, step_of_name
+from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, finished_steps, newest_step, step_of_name
 from orbax_t5x.readers.small_arrays import ArrayPlace, chunked_leaf
 from orbax_t5x.readers.t5x.specs import (
     METADATA_FILE,
@@ -170,13 +170,13 @@ def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
         step = step_of_name(os.path.basename(os.path.dirname(path)) if own == MSGPACK_FILE else own)
         return _open(path, root, name, step, limits)
     if not given.exists(MSGPACK_FILE):
-        steps = (step for step in newest_first(path) if given.exists(f"{step.name}/{MSGPACK_FILE}"))
-        newest = newest_directory(path, steps)
+        steps = (step for step in finished_steps(given) if given.exists(f"{step.name}/{MSGPACK_FILE}"))
+        newest = newest_step(given, steps)
         if newest is None:
             raise CheckpointNotFoundError(
                 f"neither a T5X step with a file {MSGPACK_FILE!r} nor a root with such steps", path=path
             )
-        path = newest
+        path = given.locate(newest.name)
     return _open(path, files_at(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
 
 

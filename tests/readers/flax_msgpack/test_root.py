@@ -12,8 +12,6 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.readers.detect import probe_path
-from orbax_t5x.readers.flax_msgpack.root import newest_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:Flax Checkpointing will soon be deprecated")
 
@@ -133,7 +131,7 @@ def test_several_readings_are_refused(tmp_path):
     assert newest(tmp_path) == (3, 3, 3)  # Flax's own prefix is the root's
     (tmp_path / "checkpoint_03").write_bytes(b"\x81\xa1w\x01")
     with pytest.raises(UnsupportedCheckpointError, match="'checkpoint_03', 'checkpoint_3' are all step"):
-        newest_file(probe_path(str(tmp_path)))
+        ot.open_checkpoint(tmp_path)
 
 
 def test_a_link_that_leads_out_is_not_followed(tmp_path):
@@ -149,7 +147,6 @@ def test_a_link_that_leads_out_is_not_followed(tmp_path):
 
 def test_directories_without_steps(tmp_path):
     (tmp_path / "data_1").write_bytes(b"\0" * 9)
-    assert newest_file(probe_path(str(tmp_path))) is None
     assert ot.latest_step(tmp_path) is None
     with pytest.raises(CheckpointError):
         ot.open_checkpoint(tmp_path, format="flax_msgpack")

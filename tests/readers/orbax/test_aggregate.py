@@ -76,7 +76,7 @@ def test_early_items_side_by_side_are_no_step(item, tmp_path):
     (item / "_METADATA").unlink()
     for name in ("one", "other"):
         shutil.copytree(item, tmp_path / "runs" / name)
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint here.*found one, other"):
+    with pytest.raises(CheckpointNotFoundError, match="a directory of checkpoints: 'one', 'other'; open one"):
         ot.open_checkpoint(tmp_path / "runs")
 
 
