@@ -391,8 +391,8 @@ class RemoteFile:
         self._store = files.store
         self._key = key
         self._opened = opened
-        # The last bytes that were read ahead, and where they begin.
-        self._held = 0, opened.data
+        # The last bytes that were read beyond the first ones, and where they begin.
+        self._held = 0, b""
         self.name = name
         self.path: str = files.store.url(key)
         self.size: int = opened.size
@@ -408,7 +408,9 @@ class RemoteFile:
         if (window := held_bytes(self, offset, size)) is not None:
             return bytearray(window)
         start, data = self._held
-        if not start <= offset or offset + size > start + len(data):
+        if offset + size <= len(self._opened.data):
+            start, data = 0, self._opened.data
+        elif not start <= offset or offset + size > start + len(data):
             stop = min(self.size, offset + max(size, FIRST_BYTES))
             # Archives are read from their end.
             start = offset if stop < self.size else max(0, min(offset, stop - FIRST_BYTES))

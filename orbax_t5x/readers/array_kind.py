@@ -5,8 +5,8 @@ value. So the work of a read follows the box that is wanted and the chunks that 
 filled at once. Grids are regular and begin at the origin.
 
 Arrays are alike: a checkpoint of thousands has a few metadata. Of each kind TensorStore opens an array in memory, and
-so decides on the metadata of all. Small arrays of plain elements, compressed or not, are decoded here, those of many arrays
-in a call. TensorStore reads and decodes all others.
+so decides on the metadata of all. Small arrays of plain elements, compressed or not, are decoded here, those of many
+arrays in a call. TensorStore reads and decodes all others.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpoint
 from orbax_t5x.files.interface import Files, Look, Subdirectories
 from orbax_t5x.files.places import files_at, resolved_path
 from orbax_t5x.readers.format_table import Format, Mark, Weight
-from orbax_t5x.text.masked import masked
 
 # Enough for every magic number, and for the first keys of a msgpack map.
 _HEAD_BYTES = 256

@@ -1,8 +1,8 @@
 """Destinations of conversions in buckets and on the Hugging Face hub.
 
-The checkpoint is made on a local disk and uploaded when it is whole. Into a bucket data go first, then the metadata, and
-`commit_success.txt` last, so that what is half written is never taken for a checkpoint: a killed upload starts again. On
-the hub it is one commit.
+The checkpoint is made on a local disk and uploaded when it is whole. Into a bucket data go first, then the metadata,
+and `commit_success.txt` last, so that what is half written is never taken for a checkpoint: a killed upload starts
+again. On the hub it is one commit.
 """
 
 from __future__ import annotations

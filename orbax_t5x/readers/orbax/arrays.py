@@ -1,7 +1,7 @@
 """The files and the arrays of an Orbax item.
 
-An item is listed, and of a local one what TensorStore will open is proven to be plain files inside the root. Web servers
-list nothing: there the files that Orbax may have written are asked for.
+An item is listed, and of a local one what TensorStore will open is proven to be plain files inside the root. Web
+servers list nothing: there the files that Orbax may have written are asked for.
 
 Each array becomes a leaf, or a broken leaf with its error. Opening gives shape and dtype and reads some hundred bytes
 per array. Before TensorStore sees an array, the files that hold it (its own directory, or the database of the whole
