@@ -185,12 +185,10 @@ class Files(FilePlace, Named, Protocol):
     Attributes:
       named: the root as the caller named it, absolute: symlinks are not resolved.
       can_list: whether the store lists its files; web servers do not.
-      compares_for_all: whether this process compares stamps for all processes of its job.
     """
 
     named: str
     can_list: bool
-    compares_for_all: bool = False
 
     @property
     def is_near(self) -> bool:

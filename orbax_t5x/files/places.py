@@ -1,7 +1,6 @@
 """Files of a caller's path, and the table of URLs' schemes.
 
-Nothing else asks if a path is a URL. Only the caller's own URL comes here; no file decides where a request goes. Here
-is also the opening that calls share.
+Nothing else asks if a path is a URL. Only the caller's own URL comes here; no file decides where a request goes.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import UnsupportedCheckpointError
@@ -20,12 +19,7 @@ from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.registry import Registry
 
-if TYPE_CHECKING:
-    from orbax_t5x.files.transcript import Transcript
-
-_Result = TypeVar("_Result")
 _remote_files = on_demand.function("orbax_t5x.files.remote.remote_files", "RemoteFiles")
-_recorded_files = on_demand.function("orbax_t5x.files.recorded", "RecordedFiles")
 # Names of files of all formats: no directory is imagined under them.
 FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
 
@@ -141,34 +135,11 @@ class Opening:
 
 
 _OPENING: ContextVar[Opening | None] = ContextVar("orbax_t5x_opening", default=None)
-_TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("orbax_t5x_transcript", default=None)
 
 
 def current_opening() -> Opening:
     """Returns the opening that runs, or a new opening."""
     return _OPENING.get() or Opening(Limits().io_timeout_secs)
-
-
-def current_transcript() -> Transcript | None:
-    """Returns the transcript of an opening that processes share."""
-    return _TRANSCRIPT.get()
-
-
-def answered(request: Sequence[Any], ask: Callable[[], _Result]) -> _Result:
-    """Asks a question that belongs to no files yet."""
-    transcript = current_transcript()
-    return ask() if transcript is None else transcript.answer(request, ask)
-
-
-@contextmanager
-def using(transcript: Transcript) -> Generator[None, None, None]:
-    """Records or replays the answers of an opening."""
-    token = _TRANSCRIPT.set(transcript)
-    try:
-        yield
-    finally:
-        _TRANSCRIPT.reset(token)
-        transcript.close()
 
 
 @contextmanager
@@ -196,8 +167,7 @@ def files_at(path: str) -> Files:
     """Makes the files of a directory or file, local or remote."""
     if "://" in path and url_scheme(path) is not None:
         return _remote_files(path)
-    transcript = _TRANSCRIPT.get()
-    return LocalFiles(path) if transcript is None else _recorded_files(path, transcript)
+    return LocalFiles(path)
 
 
 def open_directory_of(path: str) -> tuple[Files, str]:

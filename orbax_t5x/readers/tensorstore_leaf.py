@@ -162,10 +162,6 @@ class TensorStoreLeaf(Leaf):
             raise
         await looking
 
-    async def check_for_all(self, stats: ReadStats) -> None:
-        if self._root.compares_for_all and not self._files.was_checked(stats):
-            await run_in_pool(waiting_pool(), self._files.check_unchanged, stats, leaf=self.name)
-
     async def _read(self, requests: Sequence[Request], stats: ReadStats) -> None:
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         first: dict[Box, np.ndarray] = {}

@@ -14,8 +14,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import jax
-
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.readers import Checkpoint
@@ -44,7 +42,6 @@ _instead_of = on_demand.function("orbax_t5x.restoring.wrong_transforms", "instea
 _call_of = on_demand.function("orbax_t5x.restoring.wrong_transforms", "call_of")
 # Of "auto" only.
 _find_mapping = on_demand.function("orbax_t5x.restoring.auto", "find_mapping")
-_open_together = on_demand.function("orbax_t5x.readers.together", "open_together")  # several processes only
 
 _SAVED_WHOLE = "_optimizer/"
 _AXES = ("params_axes/", "flax_mutables_axes/")
@@ -342,8 +339,7 @@ def _opened(source: Source, options: RestoreOptions, stack: contextlib.ExitStack
     if isinstance(source.path, Checkpoint):
         return source.path
     item = options.item if source.item is None else source.item
-    opener = _open_together if jax.distributed.is_initialized() else open_checkpoint
-    return stack.enter_context(opener(source.path, format=source.format, item=item, limits=options.limits))
+    return stack.enter_context(open_checkpoint(source.path, format=source.format, item=item, limits=options.limits))
 
 
 def _own_chain(name: str, source: Source, checkpoint: Checkpoint | None = None) -> tuple[Callable[..., Any], ...]:

@@ -28,7 +28,6 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
-from orbax_t5x.files.places import answered
 from orbax_t5x.files.strict_json import parse_object
 
 # Of repositories and revisions that do not exist, or that others may not know of.
@@ -276,7 +275,7 @@ def known_commit(base: str) -> Commit | None:
 def find_commit(wanted: HubPath) -> Commit:
     """Asks the hub for the commit of a revision."""
     path = f"hf://{wanted.repository}"
-    revision, found = answered(["commit", hub_endpoint(), *wanted[:2]], lambda: _ask(wanted, path))
+    revision, found = _ask(wanted, path)
     if revision is None:
         raise ConnectionError(found)
     if len(_COMMITS) >= _MOST_COMMITS:

@@ -27,7 +27,6 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
 from orbax_t5x.files.remote.responses import NO_VERSION, BeyondEndError, Response, Version
 from orbax_t5x.files.remote.server import PendingRead, ReadAheadBudget, Server
-from orbax_t5x.files.transcript import Viewpoint
 from orbax_t5x.files.windows import held_bytes, is_held
 
 # One request. Smaller pays for more requests, larger waits longer before the first byte can be used and is dearer to
@@ -145,17 +144,6 @@ class RemoteFile:
         self._content = self._proven(answer, leaf).data
         self._size = len(self._content)
 
-    @property
-    def _viewpoint(self) -> Viewpoint | None:
-        """Labels bytes that another process has read for this process."""
-        transcript = self._server.transcript
-        return None if transcript is None else transcript.viewpoint
-
-    def _drop(self) -> None:
-        """Forgets a small file that another process has read."""
-        self._content = None
-        self._reads_whole = True
-
     def _read_whole(self) -> None:
         with self._lock:
             if self._content is None and self._size:
@@ -175,8 +163,6 @@ class RemoteFile:
         if self._content is None and 0 < size <= _BLOCK_BYTES and not self._reads_whole:
             if (small := self._server.whole_if_small(self._key)) is not None:
                 self._hold(small, leaf)
-                if self._viewpoint is not None:
-                    self._server.at_end(self._drop)
                 return self.read(offset, size, leaf=leaf)
             return self._read_by_blocks(offset, size, leaf)
         data = bytearray(size)
@@ -265,7 +251,7 @@ class RemoteFile:
     def check_unchanged(self, *, leaf: str | None = None) -> None:
         """Implements `StoredFile.check_unchanged`."""
         self.require_open()
-        if self._content is not None and self._viewpoint is None and not is_held(self):
+        if self._content is not None and not is_held(self):
             self._prove(self._server.stat_again([self._key])[0], leaf)
 
     # -- requests
@@ -280,7 +266,6 @@ class RemoteFile:
         except BeyondEndError:
             # Shorter than it was? Then it is another file, and not damage.
             self._prove(self._server.stat_again([self._key])[0], leaf)
-            self._compare_sizes(leaf)
             raise
         self._note_size(answer.file_bytes, leaf)
         if not self._version.tag and (answer.data or answer.is_in_place):
@@ -294,26 +279,11 @@ class RemoteFile:
         if self._size is None:
             self._size = size
         elif size != self._size:
-            if self._viewpoint is not None:
-                raise self._other_size(self._viewpoint, size, self._size, leaf)
             raise CheckpointGoneError(
                 f"changed after the checkpoint was opened: it has {size} bytes, and had {self._size}",
                 path=self.path,
                 leaf=leaf,
             )
-
-    def _compare_sizes(self, leaf: str | None) -> None:
-        """Compares the size with that found by another process."""
-        viewpoint, there = self._viewpoint, self._size
-        if viewpoint is None or there is None:
-            return
-        here = RemoteFile(self._server, self._key, self.name, self._version, self.require_open).size
-        if here != there:
-            raise self._other_size(viewpoint, here, there, leaf)
-
-    def _other_size(self, viewpoint: Viewpoint, here: int, there: int, leaf: str | None) -> CheckpointGoneError:
-        message, fix = viewpoint.difference("its size in bytes", here, there)
-        return CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
 
     def _answer_inside(self, wanted: BoundedRange, leaf: str | None) -> Response | None:
         """Does `_answer`, or returns None beyond the file's end."""
@@ -331,16 +301,11 @@ class RemoteFile:
 
     def _prove(self, here: Version | None, leaf: str | None) -> None:
         """Proves that a version is of the file that was opened."""
-        viewpoint = self._viewpoint
         with self._version_lock:
             there = self._version
             if here is not None and there.is_followed_by(here):
                 self._version = there.joined(here)
                 return
-        if viewpoint is not None:
-            found = "missing" if here is None else str(here) or "not known"
-            message, fix = viewpoint.difference("its ETag or generation", found, str(there) or "not known")
-            raise CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
         if here is None:
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf)
         message = "changed after the checkpoint was opened: its ETag, generation or Last-Modified is another"

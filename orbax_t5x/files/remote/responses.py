@@ -10,7 +10,7 @@ import concurrent.futures
 import enum
 import errno
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -19,7 +19,6 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.files.transcript import Answer, Transcript
 
 
 class RequestKind(enum.Enum):
@@ -210,34 +209,6 @@ class PendingResponse(Protocol):
         ...
 
 
-class RecordedResponse(PendingResponse):
-    """Request whose response goes into a transcript."""
-
-    def __init__(self, pending: PendingResponse, request: tuple[Any, ...], transcript: Transcript):
-        self._pending = pending
-        self._request = request
-        self._transcript = transcript
-
-    def result(self, timeout: float | None = None) -> Response | None:
-        try:
-            answer = self._pending.result(timeout)
-        except RequestError as error:
-            self._transcript.add(self._request, ["failed", error.kind.name, error.reason])
-            raise
-        if answer is None:
-            self._transcript.add(self._request, ["none"])
-        else:
-            marks = [mark.hex() for mark in answer.version]
-            self._transcript.add(self._request, ["found", marks, answer.file_bytes], answer.data)
-        return answer
-
-    def done(self) -> bool:
-        return self._pending.done()
-
-    def cancel(self) -> object:
-        return self._pending.cancel()
-
-
 def known_response(found: Response | Exception | None) -> concurrent.futures.Future[Response | None]:
     """Returns the response to a request that need not be sent."""
     future: concurrent.futures.Future[Response | None] = concurrent.futures.Future()
@@ -246,15 +217,3 @@ def known_response(found: Response | Exception | None) -> concurrent.futures.Fut
     else:
         future.set_result(found)
     return future
-
-
-def received_response(answer: Answer) -> concurrent.futures.Future[Response | None]:
-    """Returns a response of a transcript."""
-    kind, *rest = answer.value
-    if kind == "failed":
-        name, reason = rest
-        return known_response(RequestError(reason, RequestKind[name]))
-    if kind == "none":
-        return known_response(None)
-    marks, file_bytes = rest
-    return known_response(Response(answer.data, Version(*map(bytes.fromhex, marks)), file_bytes))

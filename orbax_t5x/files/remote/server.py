@@ -8,7 +8,6 @@ and reader see the same files and nothing is requested twice.
 from __future__ import annotations
 
 import abc
-import functools
 import logging
 import threading
 import time
@@ -23,20 +22,17 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
-from orbax_t5x.files.places import StoreUrl, current_opening, current_transcript, scheme_of
+from orbax_t5x.files.places import StoreUrl, current_opening, scheme_of
 from orbax_t5x.files.ranges import NO_BYTES, BoundedRange, ReadContext
 from orbax_t5x.files.remote.responses import (
     BeyondEndError,
     PendingResponse,
-    RecordedResponse,
     RequestError,
     Response,
     ResponseClock,
     Version,
-    received_response,
     remote_error,
 )
-from orbax_t5x.files.transcript import Transcript
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +88,6 @@ class Server(abc.ABC):
       refused: responses that were taken for missing files, by key: refusals for want of credentials, and redirects.
       first_blocks: the beginnings of files that were read, and the files' sizes if they are known.
       kinds: what keys were found to be: "file", "directory" or "missing".
-      transcript: of the opening, where processes share it; else None.
     """
 
     is_bounded: ClassVar[bool] = True
@@ -114,7 +109,6 @@ class Server(abc.ABC):
         self.kinds: dict[str, str] = {}
         self._at_end: list[Callable[[], None]] = []
         self._has_warned = False
-        self.transcript: Transcript | None = current_transcript()
 
     # -- of each scheme
 
@@ -160,20 +154,8 @@ class Server(abc.ABC):
     # -- single requests
 
     def begin(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingRead:
-        """Requests bytes of a file like `request`, or finds a recorded response."""
-        return PendingRead(key, self._recorded(key, wanted, is_awaited), time.monotonic())
-
-    def _recorded(self, key: str, wanted: BoundedRange, is_awaited: bool) -> PendingResponse:
-        transcript = self.transcript
-        if transcript is None or transcript.is_closed:
-            return self.request(key, wanted, is_awaited=is_awaited)
-        asked = ("read", self.base, key, wanted.start, wanted.stop)
-        found = transcript.find(asked)
-        if found is not None and len(found.data) <= wanted.most:
-            return received_response(found)
-        if transcript.is_received:
-            return self.request(key, wanted, is_awaited=is_awaited)
-        return RecordedResponse(self.request(key, wanted._replace(into=None), is_awaited=is_awaited), asked, transcript)
+        """Requests bytes of a file like `request`."""
+        return PendingRead(key, self.request(key, wanted, is_awaited=is_awaited), time.monotonic())
 
     def end(
         self, request: PendingRead, doing: str, *, leaf: str | None = None, is_known: bool = False
@@ -328,9 +310,8 @@ class Server(abc.ABC):
         return self._lists[key]
 
     def _list(self, key: str, prefix: str) -> list[str]:
-        ask = functools.partial(self.names, prefix, self.clock.timeout)
         try:
-            names = ask() if self.transcript is None else self.transcript.answer(["names", self.base, prefix], ask)
+            names = self.names(prefix, self.clock.timeout)
         except CheckpointError:
             raise
         except TimeoutError:

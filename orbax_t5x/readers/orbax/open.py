@@ -30,7 +30,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import LEADS_OUT, is_name
-from orbax_t5x.files.places import answered, files_at
+from orbax_t5x.files.places import files_at
 from orbax_t5x.files.strict_json import charge_parsed, parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
@@ -300,7 +300,7 @@ class _OrbaxOpening:
                 if (kvstore := self._root.kvstore(item)) is None:
                     raise
                 values = TensorStoreValues(kvstore, directory, self._context)
-                answered(["database", directory], values.check)
+                values.check()
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
         # The first versions told strings by their file alone.
         texts = [node.param for node in metadata.nodes if node.value_type in ("string", UNTYPED)]

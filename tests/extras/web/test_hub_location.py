@@ -1,7 +1,6 @@
 """Where a path on the hub is read: by range, or whole with a word, or from the cache."""
 
 import contextlib
-import shutil
 
 import huggingface_hub
 import numpy as np
@@ -208,18 +207,6 @@ def test_an_answer_of_the_hub_is_never_replaced_by_the_cache(hub, monkeypatch, k
             ot.open_checkpoint(path)
     with ot.open_checkpoint(f"hf://google/tiny@{hub.commit}") as checkpoint:
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
-
-
-def test_hosts_with_and_without_a_cache_have_one_name_for_it(hub):
-    """Processes compare what they are about to restore; one of them may have the files in its cache."""
-    for path in ("hf://google/tiny", "hf://google/tiny/model.safetensors"):
-        with ot.open_checkpoint(path) as without:
-            assert without.shared_path == without.path
-        huggingface_hub.snapshot_download("google/tiny", endpoint=hub.url)
-        with ot.open_checkpoint(path) as cached:
-            assert cached.path != without.path
-            assert cached.shared_path == without.shared_path
-        shutil.rmtree(constants.HF_HUB_CACHE)
 
 
 def test_what_is_not_there(hub):
