@@ -45,6 +45,7 @@ _POLL_SECS = 1.0
 # A message of gRPC has 4 MiB by default.
 _PIECE_BYTES = 1 << 20
 _COUNT_BYTES = 4
+_ABSENT = ("DEADLINE_EXCEEDED", "NOT_FOUND")
 _KEYS = "orbax_t5x/"
 _DATA, _ERROR = b"d", b"e"
 _SHOWN_PROCESSES = 5
@@ -223,7 +224,7 @@ def received(name: str, processes: Iterable[int]) -> list[bytes]:
     values: list[bytes] = []
     for process in processes:
         key = f"{_key_of(name)}/{process}"
-        value = _read_value(key, 0)
+        value = _read_value(key)
         if value is not None:
             values.append(value)
             _store().key_value_delete(key)
@@ -271,7 +272,7 @@ def _write_value(key: str, value: bytes) -> None:
     _store().key_value_set_bytes(f"{key}/first", len(pieces).to_bytes(_COUNT_BYTES) + first, allow_overwrite=True)
 
 
-def _read_value(key: str, timeout_secs: float) -> bytes | None:
+def _read_value(key: str, timeout_secs: float = 0.0) -> bytes | None:
     """Returns a written value, or None if there is none after the time."""
     first = _read_piece(f"{key}/first", timeout_secs)
     if first is None:
@@ -284,9 +285,11 @@ def _read_value(key: str, timeout_secs: float) -> bytes | None:
 
 def _read_piece(key: str, timeout_secs: float) -> bytes | None:
     try:
-        return _store().blocking_key_value_get_bytes(key, max(1, math.ceil(1000 * timeout_secs)))
+        if not timeout_secs:
+            return _store().key_value_try_get_bytes(key)
+        return _store().blocking_key_value_get_bytes(key, math.ceil(1000 * timeout_secs))
     except RuntimeError as error:  # one type for every failure; its text begins with the status
-        if parse_error(error).status == "DEADLINE_EXCEEDED":
+        if parse_error(error).status in _ABSENT:
             return None
         raise
 
@@ -301,7 +304,7 @@ def _wait_for(keys: Mapping[int, str], path: str | None) -> dict[int, bytes]:
             waited = time.monotonic() - start
             if waited >= report_secs:
                 report_secs += STALL_AGAIN_SECS
-                missing = [number for number in keys if number not in values and _read_value(keys[number], 0) is None]
+                missing = [number for number in keys if number not in values and _read_value(keys[number]) is None]
                 place = "" if path is None else f"{path}: "
                 _logger.warning("%swaited %.0f s for %s to arrive", place, waited, _processes_text(missing))
         values[process] = value
@@ -336,7 +339,7 @@ def error_as_data(error: BaseException) -> dict[str, Any]:
         if isinstance(error, RestorePlanError):
             return {**data, "problems": [_problem_as_data(problem) for problem in error.problems]}
         number = error.errno if isinstance(error, CheckpointIOError) else None
-        return {**data, "errno": number, "fixes": _fixes_as_data(error.fix)}
+        return {**data, "errno": number, "fix": _fix_as_data(error.fix)}
     text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
     return {"kind": [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins"], "message": text}
 
@@ -358,7 +361,7 @@ def _checkpoint_error(data: Mapping[str, Any]) -> CheckpointError:
     kind = getattr(errors, data["kind"])
     if kind is RestorePlanError:
         return RestorePlanError([_problem_from_data(problem) for problem in data["problems"]], path=data["path"])
-    place = {"path": data["path"], "leaf": data["leaf"], "fix": _fix_from_data(data["fixes"])}
+    place = {"path": data["path"], "leaf": data["leaf"], "fix": _fix_from_data(data["fix"])}
     if kind is CheckpointIOError:
         return CheckpointIOError(data["message"], errno=data["errno"], **place)
     return kind(data["message"], **place)
@@ -372,30 +375,18 @@ def _builtin_error(kinds: str | Sequence[str], message: str) -> Exception:
 
 
 def _problem_as_data(problem: Problem) -> list[Any]:
-    return [problem.kind, problem.leaf, problem.message, _fixes_as_data(problem.fix), problem.source]
+    return [problem.kind, problem.leaf, problem.message, _fix_as_data(problem.fix), problem.source]
 
 
 def _problem_from_data(data: Sequence[Any]) -> Problem:
-    kind, leaf, message, fixes, source = data
-    return Problem(kind, leaf, message, _fix_from_data(fixes), source)
+    kind, leaf, message, fix, source = data
+    return Problem(kind, leaf, message, _fix_from_data(fix), source)
 
 
-def _fixes_as_data(fix: Fix | None) -> list[Any]:
-    return [] if fix is None else [_fix_as_data(way) for way in fix.ways]
+def _fix_as_data(fix: Fix | None) -> list[Any] | None:
+    """Encodes a fix as its words: transforms and arguments of another process stay there."""
+    return None if fix is None else [fix.text, fix.scope]
 
 
-def _fix_as_data(fix: Fix) -> list[Any]:
-    """Encodes a fix without alternatives; transforms travel as text."""
-    arguments = {name: [] if value is ... else [value] for name, value in fix.arguments.items()}
-    values = [value for argument in arguments.values() for value in argument]
-    if fix.transforms or not all(isinstance(value, str | bool) for value in values):
-        return [fix.text, "program", {}]
-    return [fix.words or fix.text, fix.scope, arguments]
-
-
-def _fix_from_data(data: Sequence[Any]) -> Fix | None:
-    fixes: list[Fix] = []
-    for words, scope, arguments in data:
-        settings = {name: value[0] if value else ... for name, value in arguments.items()}
-        fixes.append(Fix.setting(words, **settings) if settings else Fix(words, scope=scope))
-    return Fix.any_of(*fixes) if fixes else None
+def _fix_from_data(data: Sequence[Any] | None) -> Fix | None:
+    return None if data is None else Fix(data[0], scope=data[1])
