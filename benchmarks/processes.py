@@ -59,6 +59,7 @@ def main() -> None:
         _work(int(process), int(count), folder)
         return
     import jax
+    import orbax.checkpoint as ocp
     import safetensors.numpy
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -69,8 +70,6 @@ def main() -> None:
         safetensors.numpy.save_file({"w": array}, Path(folder) / "leaf.safetensors")
         for count in arguments.processes:
             rows = NamedSharding(Mesh(np.asarray(jax.devices())[:count], ("x",)), PartitionSpec("x"))
-            import orbax.checkpoint as ocp
-
             with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
                 state = {"w": jax.device_put(array, rows)}
                 checkpointer.save(Path(folder) / f"rows_{count}", args=ot.args.TrainStateSave(state))
@@ -87,13 +86,10 @@ def main() -> None:
 def _job(count: int, folder: str) -> list[tuple[dict[str, object], ...]]:
     """Returns the rows of all processes."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    command = [sys.executable, "-m", "benchmarks.processes", "--worker"]
-    workers = [
-        subprocess.Popen(
-            [*command, str(process), str(count), folder], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for process in range(count)
-    ]
+    workers: list[subprocess.Popen[str]] = []
+    for process in range(count):
+        command = [sys.executable, "-m", "benchmarks.processes", "--worker", str(process), str(count), folder]
+        workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [worker.communicate(timeout=600)[0] for worker in workers]
     rows = [[json.loads(line) for line in output.splitlines() if line.startswith("{")] for output in outputs]
     return list(zip(*rows, strict=True))

@@ -288,6 +288,7 @@ class RestorePlan(Generic[_Restored]):
         `bytes_to_read` does not have them.
       report: after `execute`, what was read and checked.
       processes: Orbax's options of the processes that execute it together; None: all of the job.
+      latest_steps: the steps that were chosen as the latest of a root; several processes compare them.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
       lineage: rules behind the restored state, as far as its own record says.
       rest: the transforms that are applied.
@@ -318,6 +319,7 @@ class RestorePlan(Generic[_Restored]):
     rest: tuple[AnyTransform, ...]
     migrations: PlanMigrations | None
     processes: AnyProcesses | None
+    latest_steps: tuple[int, ...] = ()
     # None before `execute`, after which no caller should have to test it.
     report: RestoreReport | Any = None
 

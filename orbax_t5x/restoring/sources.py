@@ -11,11 +11,13 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.detect import UserPath
 from orbax_t5x.readers.formats import open_checkpoint
@@ -287,10 +289,17 @@ AnySource = OneOrPath | Mapping[str, OneOrPath]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenSources:
-    """Open sources of a restore."""
+    """Open sources of a restore.
+
+    Attributes:
+      checkpoints: Checkpoints by the prefix of their leaf names.
+      chain: Transforms of the sources.
+      latest_steps: Steps that were chosen as the latest of a root.
+    """
 
     checkpoints: Mapping[str, Checkpoint]
     chain: tuple[Callable[..., Any], ...] = ()
+    latest_steps: tuple[int, ...] = ()
 
     @property
     def path(self) -> str | None:
@@ -327,7 +336,18 @@ def open_sources(source: AnySource, options: RestoreOptions, stack: contextlib.E
     for name, one in sources.items():
         checkpoints[name] = _opened(one, options, stack)
         chain += _own_chain(name, one, checkpoints[name])
-    return OpenSources(checkpoints, tuple(chain))
+    latest = [_latest_step(one.path, checkpoints[name]) for name, one in sources.items()]
+    return OpenSources(checkpoints, tuple(chain), tuple([step for step in latest if step is not None]))
+
+
+def _latest_step(path: Any, checkpoint: Checkpoint) -> int | None:
+    """Returns the step that opening a root has chosen, or None if the path names its checkpoint."""
+    if checkpoint.step is None or not isinstance(path, str | os.PathLike):
+        return None
+    root = os.fspath(path)
+    root = root if url_scheme(root) else os.path.abspath(os.path.expanduser(root))
+    is_below = checkpoint.path.startswith(f"{root}/") and str(checkpoint.step) in checkpoint.path[len(root) :]
+    return checkpoint.step if is_below else None
 
 
 def _sources_by_name(source: AnySource) -> dict[str, Source]:

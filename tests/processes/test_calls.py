@@ -57,6 +57,14 @@ same_bits = lambda a, b: bits(a.addressable_data(0)) == bits(b.addressable_data(
 tell(jax.tree.all(jax.tree.map(same_bits, first, second)))
 state, step, how = ot.restore_or_initialize(ocp.CheckpointManager(root), target)
 tell([same(state), step, how])
+# A file system that shows the newest step late to one process.
+import shutil
+from jax.experimental import multihost_utils
+if process == 0:
+    shutil.copytree(f"{root}/0", f"{root}-late/0")
+multihost_utils.sync_global_devices("copied")
+tell(error_of(lambda: ot.restore(root if process else f"{root}-late", target))[0])
+tell(same(ot.restore(f"{root}/0" if process else f"{root}-late/0", target)))
 """
 
 
@@ -64,7 +72,7 @@ tell([same(state), step, how])
 def test_managers_restore_beside_stock_orbax(tmp_path, count):
     bundle = GOLDENS / "tf_bundle" / "t5_1_1_f32"
     told = run_script(SCRIPT + MANAGERS, count, tmp_path / "root", tmp_path / "stock", bundle, devices=1)
-    assert told == [[True] * 5 + [[True, 1, "resumed"]]] * count
+    assert told == [[True] * 5 + [[True, 1, "resumed"], "RestorePlanError", True]] * count
     report = ot.verify(tmp_path / "root")
     assert {leaf.status for leaf in report.leaves} == {"ok"}, "the sums of all processes are in one file"
 

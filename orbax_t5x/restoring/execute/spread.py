@@ -81,7 +81,7 @@ def plan_digest(plan: RestorePlan, broadcast: BroadcastMode) -> str:
             placing = shardings.get(key) or shardings.setdefault(key, _sharding_data(*key))
         rows.append([entry.name, entry.sources, entry.action, entry.shape, str(entry.dtype), entry.how, placing])
     rules = [dict(rule) for rule in plan.lineage]
-    text = json.dumps([rows, rules, str(broadcast)], default=str)
+    text = json.dumps([rows, rules, plan.latest_steps, str(broadcast)], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
