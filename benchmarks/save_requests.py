@@ -50,7 +50,7 @@ SCRIPT = """
     import orbax_t5x as ot
     import pytest
     from jax.experimental import multihost_utils
-    from orbax_t5x.multihost import coordination
+    from orbax_t5x.restoring import processes
     from tests.support import object_paths
 
     root, leaves, saves = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -73,8 +73,8 @@ SCRIPT = """
             return counted
 
     messages = []
-    store = coordination.key_value_store
-    coordination.key_value_store = lambda: CountedStore(store())
+    store = processes._store
+    processes._store = lambda: CountedStore(store())
 
     def mark(name):
         multihost_utils.sync_global_devices("begin")

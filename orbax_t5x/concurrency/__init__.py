@@ -20,7 +20,7 @@ from orbax_t5x.concurrency.carried import (
     run_in_pool,
 )
 from orbax_t5x.concurrency.guard import guarded, is_meant_for_caller
-from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
+from orbax_t5x.concurrency.loops import LoopThread
 from orbax_t5x.concurrency.process_threads import (
     OnceEach,
     balanced_shares,
@@ -35,8 +35,6 @@ from orbax_t5x.concurrency.waiting import Block, Budget, await_to_end, for_each_
 __all__ = [
     "Block",
     "Budget",
-    "CallThread",
-    "CallerThread",
     "CarriedError",
     "LoopThread",
     "OnceEach",
@@ -44,7 +42,6 @@ __all__ = [
     "await_to_end",
     "balanced_shares",
     "call_carried",
-    "call_in_thread",
     "call_of_user",
     "carry",
     "first_failure",

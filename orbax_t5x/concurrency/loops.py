@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -86,93 +84,6 @@ def _wait_on(is_over: Callable[[], bool], given_up: list[bool]) -> None:
             raise interrupt
     finally:
         del interrupt  # whose traceback holds this frame
-
-
-class CallerThread:
-    """Queue of an event loop's functions for the waiting thread.
-
-    JAX's settings (`enable_x64`, `default_device`, the mesh in use) belong to that thread. What a function raises is
-    raised there, so that no exception of a user's callback reaches the event loop.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-
-    async def run(
-        self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
-    ) -> _Result:
-        """Awaits the result of a call in the caller's thread."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[_Result] = loop.create_future()
-
-        def deliver(value: _Result) -> None:
-            if not result.done():
-                result.set_result(value)
-
-        def job() -> None:
-            loop.call_soon_threadsafe(deliver, function(*arguments, **keywords))
-
-        self._jobs.put(job)
-        return await result
-
-    def serve(self, timeout: float) -> None:
-        """Runs the next function that comes within `timeout` seconds."""
-        with contextlib.suppress(queue.Empty):
-            job = self._jobs.get(timeout=timeout)
-            if job is not None:
-                job()
-
-    def wake(self) -> None:
-        """Ends a wait in `serve`."""
-        self._jobs.put(None)
-
-
-class CallThread:
-    """Daemon thread that makes blocking calls in order.
-
-    Memory that they allocate comes from a single arena. A daemon, unlike the threads of an executor: the exit of Python
-    does not wait for a call that never returns. It ends after `close`, and when nothing refers to this object any more.
-    """
-
-    def __init__(self, name: str):
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=_call_all, args=(self._jobs,), name=name, daemon=True).start()
-
-    def submit(self, function: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
-        """Hands over a function, which nothing cancels."""
-        future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()
-
-        def job() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._jobs.put(job)
-        return future
-
-    def close(self) -> None:
-        """Ends the thread after the calls that were submitted before."""
-        self._jobs.put(None)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # an interrupt came before its first attribute
-            self.close()
-
-
-def _call_all(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job
-
-
-def call_in_thread(function: Callable[[], _Result], name: str) -> concurrent.futures.Future[_Result]:
-    """Calls a function in a thread of its own."""
-    thread = CallThread(name)
-    future = thread.submit(function)
-    thread.close()
-    return future
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
@@ -278,12 +189,11 @@ class _Call:
     caller's next step, to wake the loop, may be interrupted, too.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None], caller: CallerThread | None):
+    def __init__(self, coroutine: Coroutine[Any, Any, None]):
         self.ended = Latch()
         self.is_wanted = True
         self.failures: list[BaseException] = []
         self._coroutine = coroutine
-        self._caller = caller
         self._task: asyncio.Task[None] | None = None
         self._is_cancelled = False
         self._timer: asyncio.TimerHandle | None = None
@@ -321,8 +231,6 @@ class _Call:
             self.failures.append(error)
         del task, error
         self.ended.set()
-        if self._caller is not None:
-            self._caller.wake()
 
 
 class LoopThread:
@@ -355,20 +263,12 @@ class LoopThread:
         """Tests whether the thread still serves."""
         return not self._serving.ended.is_set()
 
-    def run(
-        self,
-        coroutine: Coroutine[Any, Any, None],
-        *,
-        wait_for_cancelled: bool = True,
-        caller: CallerThread | None = None,
-    ) -> None:
+    def run(self, coroutine: Coroutine[Any, Any, None], *, wait_for_cancelled: bool = True) -> None:
         """Runs a coroutine to its end and raises its exception."""
-        call = _Call(coroutine, caller)
+        call = _Call(coroutine)
         try:
             self._loop.call_soon_threadsafe(call.begin)
-            while not call.ended.wait(_POLL_SECS if caller is None else 0):
-                if caller is not None:
-                    caller.serve(_POLL_SECS)
+            while not call.ended.wait():
                 if not self.is_alive() and not call.ended.is_set():
                     raise self._has_ended()
         except BaseException:

@@ -9,7 +9,6 @@ any format; without one it is stock Orbax.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,11 +30,11 @@ from orbax_t5x.handlers.save.type_table import StreamingTypeTable
 from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, SaveSums
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
-from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import RestoreOptions
+from orbax_t5x.restoring.processes import ProcessGroup
 
 _GB = 10**9  # Orbax's
 
@@ -222,20 +221,19 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
                 raise _without_target(args, given, directory)
             return self._stock_restore(directory)
         processes = args.multiprocessing_options or self._processes
-        agreement = Agreement(processes, os.fspath(directory))
+        group = ProcessGroup.of(processes)
         own = args.source is None
         registry, types = (self._registry, self._types_of_users(directory)) if own else (None, {})
         handled = HandledLeaves(args.target, registry, types)
-        caller = Caller("own step" if own else "restore", agreement.records, keeps_lineage=True)
+        caller = Caller("own step" if own else "restore", keeps_lineage=True)
         with contextlib.ExitStack() as stack:
-            with agreement.planning():
+            with group.sharing_errors():
                 options = RestoreOptions.among(vars(args)).within(self._restore_limit)
                 options.multiprocessing_options = processes
                 source = directory if own else args.source
                 plan = open_plan(source, handled.target, args.transforms, options, stack, caller)
                 handled.check_plan(plan, directory)
                 values = handled.restore(self._orbax, directory)
-                agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
             restored = handled.put_into(plan.run(options), values)
         self.history.note(directory, plan.provenance, restored)
         return restored

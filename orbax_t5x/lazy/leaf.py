@@ -143,14 +143,10 @@ class Leaf(abc.ABC):
         """
         return union_size(boxes) * self.dtype.itemsize
 
-    async def check_for_all(self, stats: ReadStats) -> None:
-        """Proves that files are unchanged, once for all processes."""
-        del stats  # most leaves prove it with each read
-
     async def verify_checksum(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool | None:
         """Compares checksums after the last read of this leaf.
 
-        `ranges` come from all processes together. Under "full" the bytes that no range covers are read first.
+        Under "full" the bytes that no range covers are read first.
 
         Returns:
           True: every byte was covered and the checksum holds. False: read only in part, so unverified. None: nothing

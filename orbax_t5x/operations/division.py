@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
-import jax
-
-from orbax_t5x import on_demand
 from orbax_t5x.concurrency import balanced_shares
-from orbax_t5x.restoring.options import AnyProcesses, check_processes
+from orbax_t5x.restoring.options import AnyProcesses
+from orbax_t5x.restoring.processes import ProcessGroup
 
-# A job of several processes loads it.
-_agreement = on_demand.function("orbax_t5x.multihost.agreement", "Agreement")
 # Bytes that take a store as long as a request.
 _REQUEST_BYTES = 256 << 10
 
@@ -21,12 +19,15 @@ _Item = TypeVar("_Item")
 
 
 class Division:
-    """Division of a call over its processes."""
+    """Division of a call's work over the members of a group.
 
-    def __init__(self, agreement: Any = None):
-        """Makes a division; without an `agreement`, for this process only."""
-        self._agreement = agreement
-        self.size: int = 1 if agreement is None else agreement.group.size
+    Attributes:
+      size: Number of members.
+    """
+
+    def __init__(self, group: ProcessGroup, path: str, call: str):
+        self._group, self._path, self._call = group, path, call
+        self.size: int = group.size
 
     def results(
         self,
@@ -35,34 +36,31 @@ class Division:
         nbytes: Callable[[_Item], int],
         work: Callable[[Sequence[_Item]], list[Any]],
     ) -> list[Any]:
-        """Returns the results of all items, in order."""
+        """Returns the results of all items, in order.
+
+        `names` describe the leaves, which all members have in common.
+        """
         if self.size == 1:
             return work(items)
-        self._agreement.plan(names, [])
-        numbers = balanced_shares(range(len(items)), lambda at: nbytes(items[at]) + _REQUEST_BYTES, self.size)
-        share = sorted(numbers[self._agreement.group.rank])
-        found = dict(zip(share, work([items[at] for at in share]), strict=True))
-        merged = {int(at): result for mine in self._agreement.of_all(found) for at, result in mine.items()}
+        digest = hashlib.sha256(json.dumps([len(items), *names]).encode()).hexdigest()
+        self._group.require_equal(self._group.of_all(digest, self._path), self._call, self._path)
+        shares = balanced_shares(range(len(items)), lambda at: nbytes(items[at]) + _REQUEST_BYTES, self.size)
+        numbers = sorted(shares[self._group.rank])
+        results = dict(zip(numbers, work([items[at] for at in numbers]), strict=True))
+        merged: dict[int, Any] = {}
+        for share in self._group.of_all(results, self._path):
+            merged.update({int(at): result for at, result in share.items()})
         return [merged[at] for at in range(len(items))]
 
     def total(self, bytes_read: int, seconds: float) -> tuple[int, float]:
-        """Returns the bytes and the longest time of all processes."""
-        if self.size == 1:
-            return bytes_read, seconds
-        counts = self._agreement.of_all([bytes_read, seconds])
+        """Returns the bytes of all members, and the longest time."""
+        counts = self._group.of_all([bytes_read, seconds], self._path)
         return sum(nbytes for nbytes, _ in counts), max(taken for _, taken in counts)
 
 
 @contextlib.contextmanager
 def divided(processes: AnyProcesses | None, path: str, call: str) -> Generator[Division, None, None]:
-    """Holds for a `call` that every process of a group makes.
-
-    An error that leaves it is raised on all of them.
-    """
-    check_processes(processes)
-    if not jax.distributed.is_initialized():
-        yield Division()
-        return
-    agreement = _agreement(processes, path, call, sends_errors=True)
-    with agreement.planning():
-        yield Division(agreement)
+    """Context of a `call` that every member of a group makes; an error in it is raised on all of them."""
+    group = ProcessGroup.of(processes)
+    with group.sharing_errors():
+        yield Division(group, path, call)

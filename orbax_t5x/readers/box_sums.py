@@ -3,8 +3,7 @@
 They are made during the save, and compared while boxes of any shape are read. A checksum is the crc32c of a box's
 elements in row-major order, as they are in memory on a little-endian machine, whatever the chunks and the compression
 of the stored array. What a reader compares are byte ranges of the boxes laid end to end (`ChecksummedRange`): reads
-that together cover a box, by one process or by several, verify it. Everything but `BoxChecksums` works on arrays in
-memory, a block at a time.
+that together cover a box verify it. Everything but `BoxChecksums` works on arrays in memory, a block at a time.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from orbax_t5x.readers.tiling import box_text
 
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.
 _BLOCK_BYTES = 1 << 20
-# Of a box that is read in part, a process sends the others what its columns add to the checksum, in 48 bytes for each
-# index of the dimensions before the last two that matter. A box with more of them stays unverified.
+# Of a box that is read in part, each index of the dimensions before the last two that matter is a range of its own. A
+# box with more of them stays unverified.
 _MAX_ROWS = 1 << 14
 # What `verify="full"` reads at a time only for checksums, where a row of chunks is not larger.
 _VERIFY_BYTES = 32 << 20

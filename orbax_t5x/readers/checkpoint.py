@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from orbax_t5x import on_demand
-from orbax_t5x.files.paths import shared_path
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import leaf_nodes
@@ -118,14 +117,6 @@ class Checkpoint:
         A node is None, an empty container, or `...`, as it was saved.
         """
         return MappingProxyType(self._empties)
-
-    @property
-    def shared_path(self) -> str:
-        """The path as every host of a job has it.
-
-        For files in the hub's cache it is their URL on the hub.
-        """
-        return shared_path(self.path)
 
     def tree(self) -> dict[str, Any]:
         """Returns the leaves as a nested dict.

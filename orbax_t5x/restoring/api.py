@@ -15,21 +15,18 @@ from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.provenance.decision import Decision
-from orbax_t5x.provenance.records import union
+from orbax_t5x.provenance.records import Records, union
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory, keeps_found_rules
 from orbax_t5x.restoring.options import AnyProcesses, BroadcastMode, PlanKeywords, RestoreKeywords, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
+from orbax_t5x.restoring.processes import ProcessGroup
 from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, chain_of, open_sources
 from orbax_t5x.text.masked import masked
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern
 
-# Only the processes of a job load what they do together.
-_collective_restore = on_demand.function("orbax_t5x.multihost.rendezvous", "collective_operation")
-_agreement = on_demand.function("orbax_t5x.multihost.agreement", "Agreement")
-_openings_of = on_demand.function("orbax_t5x.multihost.openings", "openings_of")
 _explain_own_step = on_demand.function("orbax_t5x.restoring.unfit", "explain_own_step")  # plans that fail only
 
 
@@ -83,9 +80,7 @@ def plan_restore(
       ([('shared/embedding', 'read')], 142)
     """
     options = RestoreOptions.among(locals())
-    is_in_group = multiprocessing_options is not None and jax.distributed.is_initialized()
-    together = _openings_of(multiprocessing_options) if is_in_group else contextlib.nullcontext()
-    with together, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         plan = open_plan(source, target, transforms, options, stack)
         stack.pop_all()
     return plan
@@ -150,14 +145,13 @@ def restore(
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
         terminal, and nothing without one.
       limits: what a file's headers may claim.
-      broadcast: with several processes, True: each stored byte is read by one of them and sent to those that need it;
-        False: each reads what it needs; "auto": the plan decides for each leaf, by requests and bytes and the store.
-        Every process passes the same. With one process nothing changes.
+      broadcast: with several processes, True: each reads a part of a leaf whose sharding spans them, and their devices
+        send each other the rest; False: each reads what it needs; "auto": True for leaves of remote stores that several
+        processes need. Every process passes the same. With one process nothing changes.
       fallback_for: regexes; the fallback fills only target leaves whose whole name one of them matches. None: it fills
         all that are missing, with a warning where model parameters are, and a problem where nothing is restored.
       multiprocessing_options: Orbax's, of a group of processes that restores without the others: only its
-        `active_processes` call, `primary_host` is the one that reads metadata for all, and groups that differ in
-        `barrier_sync_key_prefix` alone do not meet.
+        `active_processes` call, and groups that differ in `barrier_sync_key_prefix` alone do not meet.
 
     Returns:
       The target's structure, with its types, dtypes and shardings.
@@ -175,17 +169,15 @@ def restore(
       >>> state["table"].shape, state["table"].addressable_shards[0].data.shape
       ((128, 16), (16, 16))
     """
-    options = RestoreOptions.among(locals())
-    planning = contextlib.nullcontext()
+    arguments = locals()
+    group = ProcessGroup.of(multiprocessing_options)
     with contextlib.ExitStack() as stack:
-        if jax.distributed.is_initialized():
-            stack.enter_context(_collective_restore(multiprocessing_options))
-            planning = _agreement(multiprocessing_options).planning(Exception)
         begun = time.monotonic()
         is_primary = jax.process_index() == 0
         if is_primary:
             jax.monitoring.record_event("/jax/orbax/read/start")
-        with planning:
+        with group.sharing_errors():
+            options = RestoreOptions.among(arguments)
             plan = open_plan(source, target, transforms, options, stack)
         restored = plan.run(options)
         if is_primary:
@@ -207,7 +199,7 @@ def open_plan(
     sources = open_for(target, source, options, stack)
     if caller.kind != "own step":
         return plan_of(sources, target, chain, options, caller)
-    inputs, decision = decided_inputs(sources, target, chain, options, caller)
+    inputs, decision, _ = decided_inputs(sources, target, chain, options, caller)
     try:
         return build_plan(inputs, decision, proposes=caller.proposes)
     except RestorePlanError as error:
@@ -233,7 +225,7 @@ def plan_of(
 ) -> RestorePlan:
     """Makes the plan of a restore from open sources."""
     if transforms or sources.chain or caller.keeps_lineage:
-        inputs, decision = decided_inputs(sources, target, transforms, options, caller)
+        inputs, decision, _ = decided_inputs(sources, target, transforms, options, caller)
         is_restore = caller.kind == "restore"
         return build_plan(inputs, decision, proposes=caller.proposes, warns_of_skipped=is_restore)
     history = SourceHistory(sources)
@@ -249,14 +241,14 @@ def plan_of(
 
 def decided_inputs(
     sources: OpenSources, target: Any, transforms: Sequence[Callable[..., Any]], options: RestoreOptions, caller: Caller
-) -> tuple[PlanInputs, Decision]:
-    """Returns the inputs of a plan, and which of its transforms were applied before.
+) -> tuple[PlanInputs, Decision, Records]:
+    """Returns the inputs of a plan, which of its transforms were applied before, and the records that say so.
 
     It reads the records of the sources: nothing else is read between opening them and reading arrays. Transforms that
     were applied before would fail in ways that only hide why.
     """
     history = SourceHistory(sources)
-    records = caller.agree(history.with_older_steps_once())
+    records = history.with_older_steps()
     finds_rules = not keeps_found_rules(records, options, caller.kind)
     inputs = plan_inputs(sources, target, transforms, options, finds_rules=finds_rules)
-    return inputs, history.decide(records, inputs.steps, options, caller.kind)
+    return inputs, history.decide(records, inputs.steps, options, caller.kind), records

@@ -9,8 +9,10 @@ and calls `progress`. Leaves that share stored bytes are in one group, so that e
 
 Host memory is bounded by the results that stay on the host plus the budget in flight. On accelerators a group's bytes
 are given back when its arrays have arrived there, and its buffer is used again (`StagingBuffers`). The memory in which
-leaves of chunked formats decode chunks has a budget of its own, of the same size at most (`decoding_bytes`). What
-several processes do beside it is in `joint_executor`, which they alone load.
+leaves of chunked formats decode chunks has a budget of its own, of the same size at most (`decoding_bytes`).
+
+Several processes compare their plans before they read. Leaves that they send each other (`execute.spread`) come last,
+in batches within the budget. Before each batch is sent, and at the end, they tell each other that none has failed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import queue
 import threading
@@ -31,23 +34,41 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from orbax_t5x import on_demand
-from orbax_t5x.concurrency import LoopThread, as_carried, call_of_user, first_failure, run_in_pool, wait_all
+from orbax_t5x.concurrency import (
+    LoopThread,
+    as_carried,
+    balanced_shares,
+    call_of_user,
+    first_failure,
+    run_in_pool,
+    wait_all,
+)
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.files.memory import naming_memory_errors
 from orbax_t5x.files.windows import WINDOW_BYTES
-from orbax_t5x.lazy import Box, ChecksummedRange, Leaf, ReadStats, Request, ValueLeaf, slices_within
-from orbax_t5x.lazy.box import box_shape
+from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, ValueLeaf, slices_within
+from orbax_t5x.lazy.box import box_shape, full_box
 from orbax_t5x.lazy.read import LeafReads, read_all, read_all_blocking
 from orbax_t5x.lazy.value import ComputedLeaf
 from orbax_t5x.restoring.execute.buffers import StagingBuffers, check_value, layouts_of, make_values, sent_leaves
 from orbax_t5x.restoring.execute.groups import Group, Piece, group_entries
-from orbax_t5x.restoring.options import RestoreOptions
+from orbax_t5x.restoring.execute.spread import (
+    SpreadEntry,
+    batches_of,
+    load_values,
+    plan_digest,
+    send_values,
+    spans_processes,
+    spread_entry,
+    spreads_of,
+)
+from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.plan import Compute, PlanEntry, RestorePlan, RestoreReport
+from orbax_t5x.restoring.processes import STALL_AGAIN_SECS, STALL_SECS, ProcessGroup
 from orbax_t5x.restoring.targets import is_key_dtype
 from orbax_t5x.text.progress_bar import OnProgress
 
-_execute_jointly = on_demand.function("orbax_t5x.restoring.joint_executor", "execute_jointly")
+_logger = logging.getLogger(__name__)
 
 # Workers for blocking reads. More than cores and they wait for one another: on two cores four take 1.4 s and 2.0 s
 # of processor time for what two do in 1.0 s and 1.5 s.
@@ -182,11 +203,9 @@ def execute_plan(
     plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Any], RestoreReport]:
     """Runs a plan for `RestorePlan.execute`."""
-    untyped: Any = jax
-    # The processes of a job meet before JAX makes its backend, as `process_count` does.
-    if jax.distributed.is_initialized() or untyped.process_count() > 1:
-        return _execute_jointly(plan, options, on_progress)
-    return Execution(plan, options, on_progress).run()
+    group = ProcessGroup.of(plan.processes)
+    with group.sharing_errors():
+        return Execution(plan, options, on_progress, group).run()
 
 
 def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
@@ -218,6 +237,44 @@ def peak_bytes(plan: RestorePlan) -> int:
     return max(min(limit, sum(held)), max(held, default=0)) + decoding + 4 * _THREADS * WINDOW_BYTES
 
 
+class _ReadWatch:
+    """Watch over groups that are read, which names one in the log when nothing is read for long."""
+
+    def __init__(self, stats: ReadStats):
+        self._stats = stats
+        self._groups: list[Group] = []
+        self._progressed()
+
+    def begin(self, group: Group) -> None:
+        """Adds a group to those that are read."""
+        self._groups.append(group)
+
+    def end(self, group: Group) -> None:
+        """Removes a group that was read."""
+        self._groups = [pending for pending in self._groups if pending is not group]
+        self._progressed()
+
+    def look(self) -> None:
+        """Logs a warning if there was no progress for long, and again after a while."""
+        if self._stats.bytes_read != self._bytes_read:
+            self._progressed()
+        waited = time.monotonic() - self._since
+        if self._groups and waited >= self._report_secs:
+            self._report_secs += STALL_AGAIN_SECS
+            leaf = self._groups[0].leaves[0]
+            _logger.warning("waited %.0f s for leaf %r of %s to be read", waited, leaf.name, leaf.path)
+
+    def _progressed(self) -> None:
+        self._since = time.monotonic()
+        self._report_secs = STALL_SECS
+        self._bytes_read = self._stats.bytes_read
+
+
+def _agree(members: Iterable[Mapping[str, Any]], name: str, value: Any) -> bool:
+    """Returns True if all members have a value under a name."""
+    return all(values.get(name) == value for values in members)
+
+
 _Ended = queue.SimpleQueue[tuple[Group, GroupBuffers | None, BaseException | None]]
 """Groups whose reads or transfers have ended, with their buffers or the error."""
 
@@ -229,13 +286,17 @@ def _call(ended: _Ended, group: Group, function: Callable[[], GroupBuffers | Non
         ended.put((group, None, as_carried(error)))
 
 
+_MakeValues = Callable[[Sequence[PlanEntry], dict[str, list[np.ndarray]]], list[Any]]
+"""Makes arrays of entries from the buffers of their boxes."""
+
+
 class Execution:
-    """Execution of a plan by the only process."""
+    """Execution of a plan by this process of a group."""
 
-    _is_joint = False
-
-    def __init__(self, plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None):
+    def __init__(self, plan: RestorePlan, options: RestoreOptions, on_progress: OnProgress | None, group: ProcessGroup):
         self._plan = plan
+        self._group = group
+        self._broadcast: BroadcastMode = options.broadcast
         self._limit = options.limit
         self._progress = on_progress
         self._leaves = list(dict.fromkeys([leaf for entry in plan.entries for leaf in entry.leaves]))
@@ -245,7 +306,8 @@ class Execution:
         self._verified: dict[Leaf, bool | None] = {}
         self._stop = threading.Event()
         self._reader = Reader(self._stats, self._stop)
-        self._bytes_received: int = 0
+        # Arrays of the batch that is sent next, by name.
+        self._loaded: dict[str, list[jax.Array]] = {}
         # Of devices with their own memory, or None.
         self._staging: StagingBuffers | None = None
 
@@ -255,12 +317,15 @@ class Execution:
         entries = [entry for entry in self._plan.entries if entry.view is not None]
         sent = sent_leaves(entries)
         self._staging = StagingBuffers(self._limit, sent) if sent else None
-        own = self._own_entries(entries)
+        spreads = self._agree_on_spreads(entries)
+        own = [entry for entry in entries if entry.name not in spreads]
+        batches = list(batches_of(list(spreads.values()), self._limit)) if spreads else []
         if self._plan.fallback is not None:
             self._reader.in_memory = self._computed_leaves(entries, self._plan.fallback)
         groups = group_entries(own, self._limit)
-        if groups or self._is_joint:
-            self._read(groups)
+        if groups or self._group.size > 1:
+            self._read(groups, batches)
+        self._group.exchange(b"", self._plan.path)
         self._reader.in_memory = {}
         if self._plan.fallback is not None:
             self._values.update(self._computed(self._plan.fallback))
@@ -272,34 +337,47 @@ class Execution:
 
     # -- reading
 
-    def _own_entries(self, entries: list[PlanEntry]) -> list[PlanEntry]:
-        """Returns the entries that this process reads for itself: all."""
-        return entries
+    def _agree_on_spreads(self, entries: Sequence[PlanEntry]) -> dict[str, SpreadEntry]:
+        """Compares the plans of all members, and returns the entries that they send each other, by name."""
+        if self._group.size == 1:
+            return {}
+        path = self._plan.path
+        mine = [plan_digest(self._plan, self._broadcast), self._limit, spreads_of(entries, self._broadcast)]
+        plans = self._group.of_all(mine, path)
+        self._group.require_equal([digest for digest, _, _ in plans], "restore", path)
+        if any(spans_processes(entry.sharding) for entry in entries):
+            self._group.meet_on_devices(path)
+        self._limit = min(limit for _, limit, _ in plans)
+        first, *others = [spreads for _, _, spreads in plans]
+        agreed = {name: counts for name, (counts, chunks) in first.items() if _agree(others, name, [counts, chunks])}
+        return {entry.name: spread_entry(entry, tuple(agreed[entry.name])) for entry in entries if entry.name in agreed}
 
-    def _read(self, groups: list[Group]) -> None:
-        awaits = self._is_joint or bool(self._summed_leaves) or not all([group.blocking for group in groups])
+    def _read(self, groups: list[Group], batches: Sequence[Sequence[SpreadEntry]]) -> None:
+        batch_groups = [group_entries([spread.loading for spread in batch], self._limit) for batch in batches]
+        every_group = [group for some in (groups, *batch_groups) for group in some]
+        awaits = bool(self._summed_leaves) or not all([group.blocking for group in every_group])
         workers = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore")
         try:
             # What the event loop awaits ends before the workers do.
             with workers as pool, LoopThread() if awaits else contextlib.nullcontext() as thread:
                 try:
-                    self._read_in(thread, groups, pool)
+                    self._read_groups(thread, groups, pool, self._place)
+                    for batch, of_batch in zip(batches, batch_groups, strict=True):
+                        self._read_groups(thread, of_batch, pool, self._load)
+                        self._send(batch)
+                    self._verify_leaves(thread)
+                    self._stats.check_watched()
                 finally:
                     self._stop.set()
         finally:
             self._stop.set()  # also where an interrupt came before the inner one
 
-    def _read_in(self, thread: LoopThread | None, groups: list[Group], pool: concurrent.futures.Executor) -> None:
-        """Reads groups, and verifies the bytes."""
-        self._read_groups(thread, groups, pool)
-        self._verified = dict.fromkeys(self._leaves)
-        if thread is not None:
-            thread.run(self._verify(self._summed_leaves, self._stats.ranges, self._stats))
-        self._stats.check_watched()
-
-    def _read_groups(self, thread: LoopThread | None, groups: list[Group], pool: concurrent.futures.Executor) -> None:
+    def _read_groups(
+        self, thread: LoopThread | None, groups: list[Group], pool: concurrent.futures.Executor, make: _MakeValues
+    ) -> None:
         """Reads groups within the budget; makes their values in this thread."""
         waiting = collections.deque(groups)
+        watch = _ReadWatch(self._stats)
         ended: _Ended = queue.SimpleQueue()
         taken = under_way = 0
         while waiting or under_way:
@@ -307,6 +385,7 @@ class Execution:
                 group = waiting.popleft()
                 taken += group.size
                 under_way += 1
+                watch.begin(group)
                 if group.blocking:
                     pool.submit(_call, ended, group, functools.partial(self._read_blocking, group))
                 else:
@@ -315,6 +394,7 @@ class Execution:
             try:
                 group, result, error = ended.get(timeout=_POLL_SECS)
             except queue.Empty:
+                watch.look()
                 if thread is None or thread.is_alive():
                     continue
                 raise RuntimeError("the thread that reads has ended before all was read") from None
@@ -324,7 +404,8 @@ class Execution:
                 finally:
                     del error  # whose traceback holds this frame
             if result is not None:
-                placed = self._place(group.entries, result.buffers)
+                watch.end(group)
+                placed = make(group.entries, result.buffers)
                 if self._staging is not None:
                     # Transfers run on: only when they have arrived may other groups take these bytes of the host's
                     # memory.
@@ -359,15 +440,30 @@ class Execution:
     def _summed_leaves(self) -> list[Leaf]:
         return [] if self._stats.verify == "off" else [leaf for leaf in self._leaves if leaf.checksums is not None]
 
-    async def _verify(
-        self, leaves: Iterable[Leaf], ranges: Callable[[Leaf], Sequence[ChecksummedRange]], stats: ReadStats
-    ) -> None:
+    def _verify_leaves(self, thread: LoopThread | None) -> None:
+        """Compares checksums; of those that `verify="full"` reads for, each member takes a share."""
+        self._verified = dict.fromkeys(self._leaves)
+        is_divided = self._group.size > 1 and self._stats.verify == "full"
+        if thread is not None:
+            thread.run(self._verify(self._summed_leaves, ReadStats("touched") if is_divided else self._stats))
+        if not is_divided:
+            return
+        verified = self._group.of_all(list(self._verified.values()), self._plan.path)
+        leaves = zip(self._leaves, *verified, strict=False)
+        rest = [leaf for leaf, *flags in leaves if self._verified[leaf] is False and True not in flags]
+        shares = balanced_shares(rest, lambda leaf: leaf.bytes_of((full_box(leaf.shape),)), self._group.size)
+        if thread is not None:
+            thread.run(self._verify(shares[self._group.rank], self._stats))
+        # Where another member finds damage, it is raised here, too, at the last exchange.
+        self._verified.update(dict.fromkeys(self._summed_leaves, True))
+
+    async def _verify(self, leaves: Iterable[Leaf], stats: ReadStats) -> None:
         """Compares the checksums of leaves after their last read."""
         reading = asyncio.Semaphore(_THREADS)
 
         async def verify(leaf: Leaf) -> None:
             async with reading:
-                self._verified[leaf] = await leaf.verify_checksum(stats, ranges(leaf))
+                self._verified[leaf] = await leaf.verify_checksum(stats, self._stats.ranges(leaf))
 
         if stats.verify == "full":
             await wait_all(map(verify, leaves))
@@ -381,12 +477,30 @@ class Execution:
         """Makes the values of entries, in the caller's thread, and returns them."""
         placed = make_values(entries, buffers)
         self._values.update(placed)
+        self._note_progress(entries)
+        return list(placed.values())
+
+    def _load(self, entries: Sequence[PlanEntry], buffers: dict[str, list[np.ndarray]]) -> list[Any]:
+        """Makes the arrays of entries that are sent later, and returns them."""
+        loaded = load_values(entries, buffers)
+        self._loaded.update(loaded)
+        return list(loaded.values())
+
+    def _send(self, batch: Sequence[SpreadEntry]) -> None:
+        """Makes the values of a batch, once all members have loaded it."""
+        path = self._plan.path
+        self._group.exchange(b"", path)
+        with self._group.naming_lost_processes(path):
+            self._values.update(send_values(batch, self._loaded))
+        self._loaded.clear()
+        self._note_progress([spread.entry for spread in batch])
+
+    def _note_progress(self, entries: Iterable[PlanEntry]) -> None:
         if self._progress is not None:
             total = self._plan.bytes_to_read
             for entry in entries:
                 self._done_bytes += entry.bytes_to_read
                 call_of_user(self._progress, min(self._done_bytes, total), total, entry.name)
-        return list(placed.values())
 
     def _computed_leaves(self, entries: Sequence[PlanEntry], compute: Compute) -> dict[Leaf, ValueLeaf]:
         """Computes the leaves that need computing after reading."""
@@ -425,6 +539,5 @@ class Execution:
             unverified=tuple(sorted([leaf.name for leaf, verified in stored if verified is False])),
             without_checksum=tuple(sorted([leaf.name for leaf in bare])),
             seconds=seconds,
-            bytes_received=self._bytes_received,
             from_fallback=self._plan.filled,
         )

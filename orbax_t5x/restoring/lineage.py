@@ -9,10 +9,8 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
-
-import jax
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Problem, RestorePlanError
@@ -26,7 +24,6 @@ from orbax_t5x.trees.narrow import is_mapping
 
 # Of checkpoints of runs only.
 _lacks_record = on_demand.function("orbax_t5x.restoring.run_steps", "lacks_record")
-_opened_once = on_demand.function("orbax_t5x.multihost.openings", "opened_once")  # several processes only
 
 _logger = logging.getLogger(__name__)
 
@@ -35,24 +32,17 @@ CallerKind = Literal["own step", "start", "restore"]
 `restore_or_initialize`; any other restore, plan or conversion."""
 
 
-def _unchanged(records: Records) -> Records:
-    return records
-
-
 class Caller(NamedTuple):
     """Caller of a restore.
 
     Attributes:
       kind: Kind of the caller.
-      agree: Returns the records that all processes of a collective restore use; each process calls it once, with the
-        records that it read.
       proposes: Whether transforms that would help are looked for.
       keeps_lineage: Whether the caller's next save records the lineage: the history of the run then counts without
         transforms, too.
     """
 
     kind: CallerKind = "restore"
-    agree: Callable[[Records], Records] = _unchanged
     proposes: bool = True
     keeps_lineage: bool = False
 
@@ -78,13 +68,6 @@ class SourceHistory:
         Reads the metadata of the run's older steps, and lists the item. Nothing is read for items that have a record.
         """
         return self._records(with_older_steps=True)
-
-    def with_older_steps_once(self) -> Records:
-        """Returns the same; a single process of a job reads."""
-        if not jax.distributed.is_initialized():
-            return self.with_older_steps()
-        paths = [checkpoint.shared_path for checkpoint in self.sources.checkpoints.values()]
-        return _opened_once(["history", *paths], ", ".join(paths), self.with_older_steps)
 
     def _records(self, *, with_older_steps: bool) -> Records:
         checkpoints = self.sources.checkpoints

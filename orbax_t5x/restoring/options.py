@@ -30,7 +30,7 @@ several shards need are decoded twice."""
 
 
 BroadcastMode = Literal["auto"] | bool
-"""Way in which leaves come to several processes that need them: read by each, or by one that sends them."""
+"""Way in which leaves come to several processes: read by each, or in parts that their devices send each other."""
 
 
 class AnyProcesses(Protocol):

@@ -155,7 +155,7 @@ def _record_read(report: RestoreReport) -> None:
     """Records Orbax's metrics of a read."""
     untyped: Any = jax
     if untyped.process_index() == 0:
-        gbytes = (report.bytes_read + report.bytes_received) / 1024**3
+        gbytes = report.bytes_read / 1024**3
         jax.monitoring.record_scalar("/jax/checkpoint/read/gbytes", gbytes)
         jax.monitoring.record_scalar("/jax/checkpoint/read/gbytes_per_sec", gbytes / max(report.seconds, 1e-9))
 
@@ -171,7 +171,7 @@ class RestoreReport:
         element of a leaf once however many leaves and devices want it, gaps not counted. What can only be read whole
         counts whole (the strings of one TensorFlow variable, as stored; an array behind a function); constants and
         what was read when the checkpoint was opened count nothing. It equals the plan's `bytes_to_read`, unless
-        `verify="full"` read more for checksums.
+        `verify="full"` read more for checksums, or several processes sent each other leaves that each read in part.
       gap_bytes: bytes read over because they lay in gaps below 4 KiB between wanted runs.
       index_bytes: bytes read to open the checkpoints.
       fill_chunks: chunks that were absent, legitimately, and stand for the fill value.
@@ -180,8 +180,6 @@ class RestoreReport:
       without_checksum: leaves whose format keeps no checksum of data.
       from_fallback: leaves of the target that came from the fallback.
       seconds: wall time.
-      bytes_received: bytes of array data that other processes read and sent to this one. With
-        what it read itself and sent to others, `bytes_read` differs from the plan's `bytes_to_read` then.
     """
 
     bytes_read: int
@@ -192,14 +190,11 @@ class RestoreReport:
     unverified: tuple[str, ...]
     without_checksum: tuple[str, ...]
     seconds: float
-    bytes_received: int = 0
     from_fallback: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Counts without names, in a line."""
         parts = [f"{size_text(self.bytes_read)} read in {self.seconds:.2f} s"]
-        if self.bytes_received:
-            parts.append(f"{size_text(self.bytes_received)} received from other processes")
         if self.gap_bytes:
             parts.append(f"{size_text(self.gap_bytes)} of gaps read over")
         if self.fill_chunks:
@@ -293,12 +288,11 @@ class RestorePlan(Generic[_Restored]):
         `bytes_to_read` does not have them.
       report: after `execute`, what was read and checked.
       processes: Orbax's options of the processes that execute it together; None: all of the job.
+      latest_steps: the steps that were chosen as the latest of a root; several processes compare them.
       is_resuming: whether the transforms count as applied before, so that they were not applied again.
       lineage: rules behind the restored state, as far as its own record says.
       rest: the transforms that are applied.
       migrations: the names of the migrations that were applied before, and of those that are applied, or None.
-      decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
-        `broadcast.schedule.decisions_of` decides by the shardings.
 
     Example:
       >>> plan = ot.plan_restore(bundle, None)
@@ -325,9 +319,9 @@ class RestorePlan(Generic[_Restored]):
     rest: tuple[AnyTransform, ...]
     migrations: PlanMigrations | None
     processes: AnyProcesses | None
+    latest_steps: tuple[int, ...] = ()
     # None before `execute`, after which no caller should have to test it.
     report: RestoreReport | Any = None
-    decisions: Mapping[str, Any] | None = None
 
     @functools.cached_property
     @guarded

@@ -198,6 +198,7 @@ def build_plan(
         entries=tuple(entries),
         target=target,
         checkpoints=inputs.sources.checkpoints,
+        latest_steps=inputs.sources.latest_steps,
         unused=tuple(sorted(unused)),
         dropped=tuple(sorted(dropped)),
         warnings=tuple(diagnostics.warnings),

@@ -11,13 +11,13 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import jax
-
 from orbax_t5x import on_demand
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.detect import UserPath
 from orbax_t5x.readers.formats import open_checkpoint
@@ -44,7 +44,6 @@ _instead_of = on_demand.function("orbax_t5x.restoring.wrong_transforms", "instea
 _call_of = on_demand.function("orbax_t5x.restoring.wrong_transforms", "call_of")
 # Of "auto" only.
 _find_mapping = on_demand.function("orbax_t5x.restoring.auto", "find_mapping")
-_open_together = on_demand.function("orbax_t5x.readers.together", "open_together")  # several processes only
 
 _SAVED_WHOLE = "_optimizer/"
 _AXES = ("params_axes/", "flax_mutables_axes/")
@@ -290,10 +289,17 @@ AnySource = OneOrPath | Mapping[str, OneOrPath]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenSources:
-    """Open sources of a restore."""
+    """Open sources of a restore.
+
+    Attributes:
+      checkpoints: Checkpoints by the prefix of their leaf names.
+      chain: Transforms of the sources.
+      latest_steps: Steps that were chosen as the latest of a root.
+    """
 
     checkpoints: Mapping[str, Checkpoint]
     chain: tuple[Callable[..., Any], ...] = ()
+    latest_steps: tuple[int, ...] = ()
 
     @property
     def path(self) -> str | None:
@@ -330,7 +336,18 @@ def open_sources(source: AnySource, options: RestoreOptions, stack: contextlib.E
     for name, one in sources.items():
         checkpoints[name] = _opened(one, options, stack)
         chain += _own_chain(name, one, checkpoints[name])
-    return OpenSources(checkpoints, tuple(chain))
+    latest = [_latest_step(one.path, checkpoints[name]) for name, one in sources.items()]
+    return OpenSources(checkpoints, tuple(chain), tuple([step for step in latest if step is not None]))
+
+
+def _latest_step(path: Any, checkpoint: Checkpoint) -> int | None:
+    """Returns the step that opening a root has chosen, or None if the path names its checkpoint."""
+    if checkpoint.step is None or not isinstance(path, str | os.PathLike):
+        return None
+    root = os.fspath(path)
+    root = root if url_scheme(root) else os.path.abspath(os.path.expanduser(root))
+    is_below = checkpoint.path.startswith(f"{root}/") and str(checkpoint.step) in checkpoint.path[len(root) :]
+    return checkpoint.step if is_below else None
 
 
 def _sources_by_name(source: AnySource) -> dict[str, Source]:
@@ -342,8 +359,7 @@ def _opened(source: Source, options: RestoreOptions, stack: contextlib.ExitStack
     if isinstance(source.path, Checkpoint):
         return source.path
     item = options.item if source.item is None else source.item
-    opener = _open_together if jax.distributed.is_initialized() else open_checkpoint
-    return stack.enter_context(opener(source.path, format=source.format, item=item, limits=options.limits))
+    return stack.enter_context(open_checkpoint(source.path, format=source.format, item=item, limits=options.limits))
 
 
 def _own_chain(name: str, source: Source, checkpoint: Checkpoint | None = None) -> tuple[Callable[..., Any], ...]:

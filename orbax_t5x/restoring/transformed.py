@@ -33,7 +33,6 @@ class TransformedLeaves:
     """Leaves of a source after transforms, by name."""
 
     path: str
-    shared_paths: tuple[str, ...]
     views: Mapping[str, View]
     rules: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -65,8 +64,7 @@ def open_transformed(
     warnings = ([decision.note] if decision.skipped and decision.note else []) + diagnostics.warnings
     rest = [one for index, one in enumerate(applied) if index not in skipped]
     rules = [describe_transform(one) for one in rest if not isinstance(one, OneSource | Migration) or one.steps]
-    shared_paths = tuple(checkpoint.shared_path for checkpoint in sources.checkpoints.values())
-    return TransformedLeaves(path, shared_paths, views, tuple(rules), tuple(warnings))
+    return TransformedLeaves(path, views, tuple(rules), tuple(warnings))
 
 
 def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View]:

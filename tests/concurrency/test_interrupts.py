@@ -1,6 +1,5 @@
 """An exception of a signal handler at every point: the call ends, nothing is left, and the next call works."""
 
-import asyncio
 import pathlib
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
-from orbax_t5x.concurrency import CallerThread, LoopThread, call_in_thread, process_threads, run_jobs
+from orbax_t5x.concurrency import LoopThread, process_threads, run_jobs
 from tests.support.interrupts import interrupted_at_random, interrupted_everywhere
 from tests.support.memory_checkpoint import AwaitedLeaf, BlockedLeaf, checkpoint
 
@@ -64,28 +63,6 @@ def test_one_leaf_of_an_open_checkpoint(path):
         read()
         assert interrupted_everywhere(read, ROOM + EXECUTOR) > 10
         read()
-
-
-def test_a_loop_with_functions_of_the_caller():
-    def run():
-        caller, done = CallerThread(), []
-
-        async def work():
-            done.append(await caller.run(threading.get_ident))
-            await asyncio.sleep(0)
-
-        with LoopThread() as thread:
-            thread.run(work(), caller=caller)
-        assert done == [threading.get_ident()]
-
-    assert interrupted_everywhere(run, [*ROOM, __file__]) > 30
-
-
-def test_a_call_in_a_thread():
-    def run():
-        assert call_in_thread(lambda: 7, "orbax_t5x-test").result() == 7
-
-    assert interrupted_everywhere(run, ROOM) > 5
 
 
 def test_jobs_have_all_ended_when_the_interrupt_is_raised():
@@ -150,25 +127,6 @@ def test_the_second_of_two_signals_leaves_nothing_locked(tmp_path):
     *defects, last = run.stdout.splitlines()
     assert not defects, run.stderr[-2000:]
     assert last.startswith("interrupted") and int(last.split()[1]) > 3
-
-
-def test_a_cancelled_call_that_has_not_begun_ends():
-    """The interrupt comes while the loop's thread is busy with another callback."""
-    begun, go_on = threading.Event(), threading.Event()
-    with LoopThread() as thread:
-        thread._loop.call_soon_threadsafe(lambda: (begun.set(), go_on.wait(60)))
-        begun.wait()
-
-        class Caller(CallerThread):
-            def serve(self, timeout):
-                go_on.set()
-                raise KeyboardInterrupt
-
-        async def never():
-            raise AssertionError("it was cancelled before its first step")
-
-        with pytest.raises(KeyboardInterrupt):
-            thread.run(never(), caller=Caller())
 
 
 def test_a_thread_that_was_never_closed_ends():

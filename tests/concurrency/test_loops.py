@@ -10,15 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tensorstore as ts
 
-from orbax_t5x.concurrency import (
-    LoopThread,
-    call_in_thread,
-    carry,
-    process_threads,
-    run_in_pool,
-    run_on_read_thread,
-    wait_all,
-)
+from orbax_t5x.concurrency import LoopThread, carry, process_threads, run_in_pool, run_on_read_thread, wait_all
 from orbax_t5x.errors import CheckpointIOError
 
 KINDS = [
@@ -166,12 +158,6 @@ def test_a_closed_thread_is_an_error():
         pass
     with pytest.raises(RuntimeError, match="thread that reads has ended"):
         thread.run(nothing())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_call_in_a_thread_has_a_result_or_what_it_raised(kind):
-    assert call_in_thread(threading.current_thread, "own").result().name == "own"
-    assert type(call_in_thread(lambda: raising(kind), "own").exception()) is kind
 
 
 def test_an_ended_read_thread_is_replaced():

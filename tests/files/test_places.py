@@ -8,8 +8,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.places import answered, current_opening, current_transcript, opening, using
-from orbax_t5x.files.transcript import Transcript, Viewpoint
+from orbax_t5x.files.places import current_opening, opening
 from tests.support.bundle_writer import bundle_of
 
 
@@ -72,13 +71,3 @@ def test_a_failed_opening_closes_its_connections():
         made.servers["x"] = server
         raise KeyError
     assert server.calls == ["close_idle", "forget"]
-
-
-def test_a_question_without_files_is_asked_once_for_all():
-    assert answered(["commit"], lambda: "alone") == "alone"
-    with using(shared := Transcript()):
-        assert answered(["commit"], lambda: "first") == "first"
-        received = Transcript.decode(shared.encode(), Viewpoint(1, 0))
-    assert current_transcript() is None and shared.is_closed
-    with using(received):
-        assert answered(["commit"], lambda: pytest.fail("it was asked again")) == "first"

@@ -21,7 +21,7 @@ FLOORS = (
     ("on_demand", "registry", "text", "trees"),
     ("errors",),
     ("concurrency", "files", "optim", "provenance"),
-    ("lazy", "multihost", "mesh_tf", "adafactor", "optimizers", "partitioning"),
+    ("lazy", "mesh_tf", "adafactor", "optimizers", "partitioning"),
     ("readers", "transforms", "train_state"),
     ("rules", "state_utils"),
     ("restoring",),

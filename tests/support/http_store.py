@@ -290,7 +290,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         more: dict[str, str] | None = None,
     ) -> None:
         modified = self.server_store.modified(data)
-        headers = self.tags(data) | {"Accept-Ranges": "bytes"} | ({"Last-Modified": modified} if modified else {}) | (more or {})
+        headers = (
+            self.tags(data)
+            | {"Accept-Ranges": "bytes"}
+            | ({"Last-Modified": modified} if modified else {})
+            | (more or {})
+        )
         match = _RANGE.fullmatch(request.range or "")
         if match is None:
             self.send(200, data, headers, cut=cut)

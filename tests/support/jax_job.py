@@ -43,7 +43,7 @@ def tell(value):
 """
 _JOIN = """
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(coordinator, count, process, initialization_timeout=800)
+jax.distributed.initialize(coordinator, count, process, initialization_timeout=800, **{times})
 """
 
 
@@ -111,11 +111,6 @@ def run_alone(code: str) -> str:
     return printed
 
 
-def run_module(name: str) -> str:
-    """Returns code that runs a module as `python -m` does."""
-    return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
-
-
 def _run(code: str, arguments: list[str], variables: Mapping[str, str], printed: Sequence[Path]) -> None:
     """Makes this process one that `python -W ignore -c` began."""
     os.chdir(REPOSITORY)
@@ -135,7 +130,14 @@ def _run(code: str, arguments: list[str], variables: Mapping[str, str], printed:
 
 
 def run_script(
-    script: str, count: int, *arguments: object, devices: int = 2, before: str = "", killed: Collection[int] = ()
+    script: str,
+    count: int,
+    *arguments: object,
+    devices: int = 2,
+    before: str = "",
+    killed: Collection[int] = (),
+    aborted: Collection[int] = (),
+    heartbeat_secs: int | None = None,
 ) -> list[list[Any]]:
     """Runs a script as the processes of one job, and returns what each has told.
 
@@ -147,32 +149,17 @@ def run_script(
       devices: of each process.
       before: what runs before the processes join.
       killed: the processes that kill themselves.
+      aborted: those that JAX ends.
+      heartbeat_secs: after which JAX notices a process that died.
     """
-    code = _BEGIN + textwrap.dedent(before) + _JOIN + textwrap.dedent(script)
+    times = {} if heartbeat_secs is None else {"heartbeat_timeout_seconds": heartbeat_secs}
+    code = _BEGIN + textwrap.dedent(before) + _JOIN.format(times=times) + textwrap.dedent(script)
     outputs = run_processes(
         lambda index, coordinator: (code, [index, count, coordinator, *arguments]),
         count,
         killed=killed,
+        aborted=aborted,
         environment={"XLA_FLAGS": xla_flags(devices)},
     )
     lines = [[line.removeprefix(_TOLD) for line in output.splitlines() if line.startswith(_TOLD)] for output in outputs]
     return [[json.loads(line) for line in mine] for mine in lines]
-
-
-def run_job(count, job, *arguments, killed=(), aborted=()) -> list[Any]:
-    """What each process of a job of `tests.multihost.jobs.multiprocess_worker` tells.
-
-    None for those that are killed, or that JAX ends.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        results = [Path(folder) / f"{index}.json" for index in range(count)]
-
-        def work_of(index, coordinator):
-            worker = run_module("tests.multihost.jobs.multiprocess_worker")
-            return worker, [job, coordinator, count, index, results[index], *arguments]
-
-        run_processes(work_of, count, killed=killed, aborted=aborted)
-        return [
-            None if index in {*killed, *aborted} else json.loads(result.read_text())
-            for index, result in enumerate(results)
-        ]

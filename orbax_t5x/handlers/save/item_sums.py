@@ -13,8 +13,6 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_t5x import on_demand
-from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.lazy.box import Box
@@ -22,9 +20,7 @@ from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.orbax.checksums import MAX_TILING_STEPS, encode_checksums, parse_checksums
 from orbax_t5x.readers.orbax.metadata import CHECKSUMS_FILE
 from orbax_t5x.readers.tiling import check_tiling
-
-# Of jobs of several processes only.
-_gathered, _send = (on_demand.function("orbax_t5x.multihost.coordination", name) for name in ("gathered", "send"))
+from orbax_t5x.restoring.processes import received, send
 
 
 def publish_sums(directory: epath.Path, sums: SaveSums) -> None:
@@ -36,7 +32,7 @@ def publish_sums(directory: epath.Path, sums: SaveSums) -> None:
         if not sums.is_empty:
             (directory / CHECKSUMS_FILE).write_bytes(sums.encode())
     elif jax.distributed.is_initialized():
-        _send(os.fspath(directory), ocp.multihost.process_index(), sums.encode())
+        send(os.fspath(directory), ocp.multihost.process_index(), sums.encode())
 
 
 def write_published_sums(directory: epath.Path, primary: int | None, active: Collection[int] | None) -> None:
@@ -50,13 +46,9 @@ def write_published_sums(directory: epath.Path, primary: int | None, active: Col
       active: the processes that save, all by default.
     """
     if jax.process_count() > 1 and jax.distributed.is_initialized():
-        processes = {ocp.multihost.process_index()} if primary is None else active
-        try:
-            parts = _gathered(os.fspath(directory), processes)
-        except ValueError as error:
-            message = f"the checksums that a process sent are damaged: {error}"
-            raise CorruptCheckpointError(message, path=os.fspath(directory)) from error
-        write_sums(directory, parts)
+        saving = range(jax.process_count()) if active is None else sorted(active)
+        processes = [ocp.multihost.process_index()] if primary is None else saving
+        write_sums(directory, received(os.fspath(directory), processes))
 
 
 def write_sums(directory: epath.Path, parts: Iterable[bytes]) -> None:

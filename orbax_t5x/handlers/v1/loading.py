@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import inspect
-import os
 from collections.abc import Sequence
 from typing import Any, TypeVar, Unpack, overload
 
@@ -17,12 +16,11 @@ from orbax_t5x.handlers.run_lineage import RestoredHistory
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState, plain_target
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context
 from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.multihost.rendezvous import collective_operation
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import BroadcastMode, ExecuteKeywords, RestoreOptions, SourceKeywords
+from orbax_t5x.restoring.processes import ProcessGroup
 from orbax_t5x.restoring.sources import AnySource, Transforms
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms import Transform
@@ -42,15 +40,14 @@ def load_into(
     """
     own = abstract.source is None
     processes = abstract.multiprocessing_options or context.multiprocessing
-    agreement = Agreement(processes, os.fspath(directory))
-    caller = Caller("own step" if own else "restore", agreement.records, keeps_lineage=True)
+    group = ProcessGroup.of(processes)
+    caller = Caller("own step" if own else "restore", keeps_lineage=True)
     with contextlib.ExitStack() as stack:
-        with agreement.planning():
+        with group.sharing_errors():
             source = directory if abstract.source is None else abstract.source
             options = RestoreOptions.among(vars(abstract)).within(context.memory.read_concurrent_bytes)
             options.multiprocessing_options = processes
             plan = open_plan(source, abstract.target, abstract.transforms, options, stack, caller)
-            agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
         restored = plan.run(options)
     history.note(directory, plan.provenance, restored)
     return restored
@@ -147,12 +144,15 @@ def load_and_transform(
     transforms = _one_of("transforms", transforms, "transform_fn", transform_fn)
     transforms = () if isinstance(transforms, _NotGiven) else transforms
     context = active_context()
-    options = RestoreOptions.among(locals()).within(context.memory.read_concurrent_bytes)
-    options.multiprocessing_options = context.multiprocessing
-    with collective_operation(context.multiprocessing), contextlib.ExitStack() as stack:
+    arguments = locals()
+    group = ProcessGroup.of(context.multiprocessing)
+    with contextlib.ExitStack() as stack:
         histories = _histories_of(context)
         caller = Caller(keeps_lineage=bool(histories))
-        plan = open_plan(path, plain_target(target), transforms, options, stack, caller)
+        with group.sharing_errors():
+            options = RestoreOptions.among(arguments).within(context.memory.read_concurrent_bytes)
+            options.multiprocessing_options = context.multiprocessing
+            plan = open_plan(path, plain_target(target), transforms, options, stack, caller)
         loaded = plan.run(options)
         directory = plan.path if len(plan.checkpoints) == 1 else None
         for history in histories:

@@ -18,17 +18,12 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
-import jax
-import orbax.checkpoint as ocp
-
 from orbax_t5x.concurrency import guarded, is_meant_for_caller
 from orbax_t5x.concurrency.cleanup import Cleanup, call_with_cleanup
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import check_memory_limit
 from orbax_t5x.files.paths import url_scheme, whole_url
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.multihost.coordination import has_backend, service_process_id
-from orbax_t5x.multihost.rendezvous import collective_operation
 from orbax_t5x.operations.convert.destination import Destination, LocalDestination
 from orbax_t5x.operations.convert.job import FORMATS, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
@@ -37,7 +32,7 @@ from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.registry import Registry
 from orbax_t5x.restoring.api import plan_of
 from orbax_t5x.restoring.lineage import Caller
-from orbax_t5x.restoring.options import AnyProcesses, RestoreOptions, check_dtype
+from orbax_t5x.restoring.options import RestoreOptions, check_dtype
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, Transforms, chain_of, open_sources
 from orbax_t5x.text.progress_bar import Progress, shown_progress
@@ -184,10 +179,6 @@ def _convert(
 ) -> ConvertReport:
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        if jax.distributed.is_initialized():
-            processes = _this_process()
-            stack.enter_context(collective_operation(processes))
-            options = dataclasses.replace(options, multiprocessing_options=processes)
         _check_options(writing)
         chain = chain_of(transforms)
         place = _destination(destination)
@@ -202,12 +193,6 @@ def _convert(
     seconds = time.monotonic() - started
     rules = tuple(map(describe_transform, plan.rest))
     return ConvertReport(place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, rules)
-
-
-def _this_process() -> AnyProcesses:
-    """Returns Orbax's options of a call by this process of a job alone."""
-    process = jax.process_index() if has_backend() else service_process_id()  # an index would wait for all backends
-    return ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
 
 
 def _text_of(destination: str | os.PathLike[str]) -> str:

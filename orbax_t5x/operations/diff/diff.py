@@ -120,7 +120,10 @@ def diff(
 
             # One process compares a checksum: it needs all pairs of a leaf.
             clusters = clusters_of(pairs, lambda leaf, boxes: 1)
-            results = division.results(clusters, [*left.shared_paths, *right.shared_paths, *found], _nbytes, compare)
+            names = [
+                f"{leaf.name} {leaf.dtype_a} {leaf.shape_a} {leaf.dtype_b} {leaf.shape_b}" for leaf in found.values()
+            ]
+            results = division.results(clusters, names, _nbytes, compare)
             for pair, result in zip(itertools.chain(*clusters), itertools.chain(*results), strict=True):
                 found[pair.name] = _with_values(found[pair.name], result)
         stats.check_watched()

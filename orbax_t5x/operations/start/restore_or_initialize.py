@@ -40,7 +40,6 @@ from orbax_t5x.handlers.run_lineage import EVERY_ITEM, RestoredHistory
 from orbax_t5x.handlers.v1.contexts import handler_of
 from orbax_t5x.handlers.v1.orbax_v1_names import context_of, manager_of
 from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, with_init_fn
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import Lineage, Records, union
@@ -53,6 +52,7 @@ from orbax_t5x.restoring.lineage import Caller, CallerKind
 from orbax_t5x.restoring.options import BroadcastMode, ExecuteKeywords, RestoreOptions, SourceKeywords
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import PlanInputs, build_plan, plan_inputs
+from orbax_t5x.restoring.processes import ProcessGroup
 from orbax_t5x.restoring.sources import AnySource, OpenSources, Transforms, asks_for_rules, chain_of, unopened_chain
 from orbax_t5x.restoring.unfit import UnfitStep, explain_unfit_source
 from orbax_t5x.text.progress_bar import Progress
@@ -277,11 +277,11 @@ class _JobStart:
         """
         self._manager.wait_until_finished()
         self._manager.reload()
-        together = Agreement(self._processes, self._root)
-        with together.planning():
+        group = ProcessGroup.of(self._processes)
+        with group.sharing_errors():
             steps = sorted(self._manager.all_steps(), reverse=True)
             having = [step for step in steps if self._has_item(step)]
-            steps, having = together.of_primary([steps, having])
+            steps, having = group.of_primary([steps, having], self._root)
         if steps and not having:
             message = f"none of the steps here has an item {self._options.item!r}; the newest is {steps[0]}"
             raise CheckpointNotFoundError(message, path=self._root)
@@ -314,27 +314,32 @@ class _JobStart:
         if options.fallback_for is None:  # then the step has to be complete
             options = dataclasses.replace(options, fallback=None)
         path = os.fspath(directory / self._item_in(directory))
-        together = Agreement(self._processes, os.fspath(directory))
+        group = ProcessGroup.of(self._processes)
         restored: _RestoreResult | None = None
         damage: _Damage | None = None
-        with together.planning():
+        refusal: CheckpointError | None = None
+        with group.sharing_errors():
             try:
                 restored = self._restore(path, chain, options, "start", step)
             except _DAMAGE as error:
                 damage = _Damage(str(error), isinstance(error, CheckpointIOError))
             except UnsupportedCheckpointError as error:
                 if epath.Path(path).is_dir():
-                    raise
-                damage = _Damage(str(error), False)  # an item is a directory
-            except RestorePlanError:
+                    refusal = error
+                else:  # an item is a directory
+                    damage = _Damage(str(error), False)
+            except RestorePlanError as error:
                 corruption = damage_of(path, options.limits)
                 if corruption is None:
-                    raise
-                damage = _Damage(str(corruption), False)
-            damages = [_Damage(*outcome) for outcome in together.of_all(damage) if outcome is not None]
+                    refusal = error
+                else:
+                    damage = _Damage(str(corruption), False)
+            # What is damage here may be a refusal on a process whose own copy is whole.
+            damages = [_Damage(*outcome) for outcome in group.of_all(damage, path) if outcome is not None]
+        if refusal is not None and not damages:
+            raise refusal
         if restored is not None and not damages:
             return restored
-        # What fails on one process is an error of reading on the others.
         return next((damage for damage in damages if not damage.is_refusal), damages[0])
 
     # -- a new run
@@ -358,14 +363,12 @@ class _JobStart:
         if target is None:  # everything
             target = abstract_tree(init_fn)
         options = dataclasses.replace(self._options, fallback_for=_ANY_NAME)
-        together = Agreement(self._processes, self._root)
-        with together.planning():
+        with ProcessGroup.of(self._processes).sharing_errors():
             try:
                 inputs = plan_inputs(OpenSources({}), target, (), options)
                 plan = build_plan(inputs, Decision(), proposes=False)
             except RestorePlanError as error:
                 raise with_init_fn(error) from error.__cause__
-            together.plan((), ())
         state = plan.run(self._options)
         rules = [rule for rule in chain_of(self._transforms) if not asks_for_rules(rule)]
         self._begin(tuple(step.entry for step in steps_of(rules)))
@@ -384,18 +387,11 @@ class _JobStart:
         step: int | None = None,
     ) -> _RestoreResult:
         """Restores on all processes together; `step` is that of the run, where it is one."""
-        together = Agreement(self._processes, self._root)
-        records: Records = {}
-
-        def agree(mine: Records) -> Records:
-            records.update(together.records(mine))
-            return records
-
         with contextlib.ExitStack() as stack:
-            with together.planning():
+            with ProcessGroup.of(self._processes).sharing_errors():
                 sources = open_for(self._target, source, options, stack)
-                caller = Caller(kind, agree, keeps_lineage=True)
-                inputs, decision = decided_inputs(sources, self._target, chain, options, caller)
+                caller = Caller(kind, keeps_lineage=True)
+                inputs, decision, records = decided_inputs(sources, self._target, chain, options, caller)
                 try:
                     plan = build_plan(inputs, decision)
                 except RestorePlanError as error:
@@ -404,7 +400,6 @@ class _JobStart:
                     else:
                         better = self._unfit(step, inputs, decision, records).explain(error)
                     raise better from error.__cause__
-                together.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
             if step is not None and plan.filled:
                 names = listed(plan.filled, _SHOWN_NAMES)
                 count = counted(len(plan.filled), "leaf is", "leaves are")

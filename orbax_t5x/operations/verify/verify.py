@@ -23,7 +23,7 @@ from orbax_t5x.operations.division import divided
 from orbax_t5x.operations.verify.report import HOLDS, NOTHING, LeafVerification, Status, VerifyReport
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.box_sums import row_boxes
-from orbax_t5x.readers.together import open_together
+from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.restoring.options import AnyProcesses
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
@@ -71,7 +71,7 @@ def verify(
     stats = ReadStats("full")
     with (
         divided(multiprocessing_options, os.fspath(path), "verify") as division,
-        open_together(path, format=format, item=item, limits=limits) as checkpoint,
+        open_checkpoint(path, format=format, item=item, limits=limits) as checkpoint,
         shown_progress(progress, "verifying") as on_progress,
     ):
         leaves = [leaf for view in checkpoint.leaves.values() for leaf in view.leaves()]
@@ -79,7 +79,7 @@ def verify(
         found = iter(
             division.results(
                 list(itertools.chain(*parts)),
-                [checkpoint.shared_path, *(leaf.name for leaf in leaves)],
+                [f"{leaf.name} {leaf.dtype} {leaf.shape}" for leaf in leaves],
                 _bytes_of,
                 lambda share: _verify_all(share, stats, on_progress),
             )

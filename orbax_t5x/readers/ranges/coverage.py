@@ -1,9 +1,8 @@
 """Checksums of leaves, combined from ranges that were read.
 
-All processes together read the ranges. Ranges may come in any order, twice, or overlap (replicas read what others
-read). A range counts as verified when it is on a chain of them, each beginning where the one before ends, from the
-first byte to the last; wherever two chains meet they must agree. Columns (`ChecksummedRange.times`) that are side by
-side are first joined to whole rows.
+Ranges may come in any order, twice, or overlap. A range counts as verified when it is on a chain of them, each
+beginning where the one before ends, from the first byte to the last; wherever two chains meet they must agree. Columns
+(`ChecksummedRange.times`) that are side by side are first joined to whole rows.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from orbax_t5x.files.crc import CRC32C, Crc
 from orbax_t5x.lazy.leaf import Checksums, Leaf
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import StoredRange
-
-# Fewer ranges than this are sent one by one.
-_FEW = 16
 
 
 class Coverage(NamedTuple):
@@ -67,38 +63,6 @@ def cover(ranges: Sequence[ChecksummedRange], size: int, kind: Crc = CRC32C) -> 
     if starts[0] == 0 and stops[-1] == size and np.array_equal(stops[:-1], starts[1:]):
         return Coverage(kind.combine(crcs, stops - starts), True)
     return _chains(table.tolist(), size, kind)
-
-
-def fold_columns(ranges: Sequence[ChecksummedRange], kind: Crc = CRC32C) -> list[ChecksummedRange]:
-    """Folds plain ranges into columns of many rows."""
-    rest = sorted(ranges)
-    folded: list[ChecksummedRange] = []
-    at = 0
-    while at < len(rest):
-        row = _row_of_equal(rest, at)
-        if len(row) < _FEW:
-            folded.append(rest[at])
-            at += 1
-            continue
-        first, stride = row[0], row[1].start - row[0].start
-        crcs = np.asarray([one.crc for one in row], np.uint32)
-        folded.append(first._replace(crc=kind.combine_spread(crcs, stride), stride=stride, times=len(row)))
-        at += len(row)
-    return folded
-
-
-def _row_of_equal(ranges: Sequence[ChecksummedRange], at: int) -> Sequence[ChecksummedRange]:
-    """Returns the ranges of equal length and distance from an index."""
-    first = ranges[at]
-    length = first.stop - first.start
-    stride = ranges[at + 1].start - first.start if at + 1 < len(ranges) else 0
-    if first.times > 1 or stride <= length:
-        return ranges[at : at + 1]
-    for after in range(at + 1, len(ranges)):
-        start, stop, _, _, times = ranges[after]
-        if start - ranges[after - 1].start != stride or stop - start != length or times > 1:
-            return ranges[at:after]
-    return ranges[at:]
 
 
 def _join_columns(ranges: Sequence[ChecksummedRange], kind: Crc) -> tuple[list[ChecksummedRange] | Coverage, bool]:

@@ -216,7 +216,7 @@ def make_values(entries: Sequence[PlanEntry], buffers: dict[str, list[np.ndarray
                 values[entry.name] = _on_host(leaf, own[0])
                 continue
             if leaf.sharding is not None:
-                values[entry.name] = _sharded(leaf, layout, own, entry.view.node.dtype)
+                values[entry.name] = sharded_array(leaf, layout, own, entry.view.node.dtype)
             if leaf.kind == "key":
                 values[entry.name] = jax.random.wrap_key_data(values[entry.name], impl=leaf.key_impl)
     for entry in entries:
@@ -224,7 +224,7 @@ def make_values(entries: Sequence[PlanEntry], buffers: dict[str, list[np.ndarray
     return values
 
 
-def _sharded(leaf: TargetLeaf, layout: BufferLayout, buffers: Sequence[np.ndarray], dtype: np.dtype) -> jax.Array:
+def sharded_array(leaf: TargetLeaf, layout: BufferLayout, buffers: Sequence[np.ndarray], dtype: np.dtype) -> jax.Array:
     """Makes a sharded array.
 
     The first array of a layout records the order in which JAX asks for shards, which is the same for all.

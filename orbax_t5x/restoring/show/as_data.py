@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
-from orbax_t5x.restoring.show.entries import broadcast_totals, decision_data, entry_how, entry_why
+from orbax_t5x.restoring.show.entries import entry_how, entry_why
 from orbax_t5x.restoring.show.filled import parameter_counts
 from orbax_t5x.text.code import code_of
 from orbax_t5x.trees.narrow import is_tuple
@@ -16,18 +15,14 @@ from orbax_t5x.trees.narrow import is_tuple
 
 def to_json(plan: RestorePlan) -> dict[str, Any]:
     """Returns the plan as data that `json.dumps` takes."""
-    decisions, made = decisions_of(plan), plan.migrations
+    made = plan.migrations
     return {
         "sources": {
             name: {"path": checkpoint.path, "format": checkpoint.format, "step": checkpoint.step}
             for name, checkpoint in plan.checkpoints.items()
         },
         "entries": [
-            {
-                **_entry_json(entry),
-                "why": None if (why := entry_why(entry, plan)) is None else why._asdict(),
-                "broadcast": decision_data(decisions.get(entry.name)),
-            }
+            {**_entry_json(entry), "why": None if (why := entry_why(entry, plan)) is None else why._asdict()}
             for entry in plan.entries
         ],
         "model_parameters": parameter_counts(plan)._asdict(),
@@ -40,7 +35,6 @@ def to_json(plan: RestorePlan) -> dict[str, Any]:
         "provenance": [dict(record) for record in plan.provenance],
         "bytes_to_read": plan.bytes_to_read,
         "bytes_read_at_planning": plan.bytes_read_at_planning,
-        "broadcast": broadcast_totals(decisions),
     }
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 from orbax_t5x.restoring.show.entries import (
-    decision_text,
     entry_array,
     entry_how,
     entry_reads,
@@ -86,9 +84,7 @@ def _explain_entry(entry: PlanEntry, plan: RestorePlan) -> list[str]:
     if entry_sharding(entry):
         mesh = f" over {mesh_text(entry.sharding)}" if mesh_text(entry.sharding) else ""
         lines.append(_labelled("sharding", entry_sharding(entry) + mesh))
-    decision = decisions_of(plan).get(entry.name)
-    decided = [] if decision is None else [_labelled("broadcast", decision_text(decision))]
-    return [*lines, *_read_lines(entry), *decided]
+    return [*lines, *_read_lines(entry)]
 
 
 def _dtype_lines(entry: PlanEntry, dtypes: Iterable[np.dtype]) -> list[str]:

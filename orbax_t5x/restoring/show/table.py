@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from orbax_t5x.restoring.broadcast.schedule import decisions_of
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.entries import (
     ACTION_WORDS,
-    broadcast_text,
     entry_array,
     entry_how,
     entry_sharding,
@@ -100,7 +98,6 @@ def _reads_text(plan: RestorePlan) -> str:
     # Where two leaves want one source in other cuts, parts of it are read twice, and this says nothing worth comparing.
     reads += f" of the {size_text(whole)} that these leaves take." if plan.bytes_to_read < whole else "."
     meshes = dict.fromkeys(text for text in (mesh_text(entry.sharding) for entry in plan.entries) if text)
-    reads += f" {broadcast}" if (broadcast := broadcast_text(decisions_of(plan))) else ""
     return reads + (f" Mesh: {'; '.join(meshes)}." if meshes else "")
 
 

@@ -3,16 +3,12 @@
 import json
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.handlers.save import item_sums
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
-from orbax_t5x.multihost import coordination
-from tests.support.key_values import KeyValues
 
 ROWS = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
 
@@ -29,15 +25,27 @@ def sums_of(process, *, whole=True):
     return made
 
 
+class Job:
+    """A job of two processes; `as_process` sets the number of this process."""
+
+    def __init__(self, monkeypatch):
+        self.held = {}
+        self.as_process = lambda index: monkeypatch.setattr(ocp.multihost, "process_index", lambda: index)
+        monkeypatch.setattr(item_sums, "send", self.send)
+        monkeypatch.setattr(item_sums, "received", self.received)
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+
+    def send(self, name, process, data):
+        self.held[name, process] = data
+
+    def received(self, name, processes):
+        return [self.held.pop((name, process)) for process in processes if (name, process) in self.held]
+
+
 @pytest.fixture
 def job(monkeypatch):
-    """A job of two processes; `as_process` sets which of them this is."""
-    store = KeyValues()
-    monkeypatch.setattr(coordination, "key_value_store", lambda: store)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    store.as_process = lambda index: monkeypatch.setattr(ocp.multihost, "process_index", lambda: index)
-    return store
+    return Job(monkeypatch)
 
 
 def published(job, directory, *, whole=True):
@@ -72,13 +80,4 @@ def test_without_a_primary_process_each_writes_its_own(tmp_path, job):
     item_sums.write_published_sums(directory, None, None)
     (file,) = tmp_path.iterdir()
     assert list(json.loads(file.read_text())["leaves"]) == ["b"]
-    assert any("/1" in key for key in job.held) and not any(key.endswith("/0/0") for key in job.held)
-
-
-def test_what_is_damaged_on_the_way_is_an_error(tmp_path, job):
-    directory = epath.Path(tmp_path)
-    published(job, directory)
-    key = next(key for key, value in job.held.items() if isinstance(value, bytes))
-    job.held[key] = np.random.default_rng(0).bytes(50)
-    with pytest.raises(CorruptCheckpointError, match="that a process sent are damaged"):
-        item_sums.write_published_sums(directory, 0, None)
+    assert [process for _, process in job.held] == [1]

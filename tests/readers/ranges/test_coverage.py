@@ -1,16 +1,15 @@
 """Checksums of ranges that cover a whole, in any order, twice, or in columns."""
 
 import itertools
-import zlib
 
 import google_crc32c
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_t5x.files.crc import CRC32
+from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.lazy.read_stats import ChecksummedRange
-from orbax_t5x.readers.ranges.coverage import cover, fold_columns, uncovered
+from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from tests.support.byte_ranges import DATA, part
 
 
@@ -51,26 +50,23 @@ class TestCoverage:
         st.sets(st.integers(1, 39), max_size=2),
         st.randoms(use_true_random=False),
     )
-    def test_columns_of_several_processes_cover_together(self, rows: int, width: int, cuts, row_cuts, random) -> None:
+    def test_columns_cover_together(self, rows: int, width: int, cuts, row_cuts, random) -> None:
         data = random.randbytes(rows * width)
         whole = google_crc32c.value(data)
 
         def columns(low: int, high: int, first: int, last: int) -> list[ChecksummedRange]:
             starts = [row * width for row in range(first, last)]
-            return [
+            ranges = [
                 ChecksummedRange(at + low, at + high, google_crc32c.value(data[at + low : at + high])) for at in starts
             ]
+            if high - low == width or len(ranges) == 1:
+                return ranges
+            crcs = np.asarray([one.crc for one in ranges], np.uint32)
+            return [ranges[0]._replace(crc=CRC32C.combine_spread(crcs, width), stride=width, times=len(ranges))]
 
         sides = list(itertools.pairwise(sorted({0, width, *(cut for cut in cuts if cut < width)})))
         heights = list(itertools.pairwise(sorted({0, rows, *(cut for cut in row_cuts if cut < rows)})))
-        told = [fold_columns(columns(*side, *height)) for side in sides for height in heights]
-        if len(sides) > 1:
-            assert all(
-                len(parts) == 1
-                for parts, (low, high) in zip(told, heights * len(sides), strict=True)
-                if high - low >= 16
-            )
-        parts = [part for process in told for part in process]
+        parts = [part for side in sides for height in heights for part in columns(*side, *height)]
         random.shuffle(parts)
         assert cover(parts, len(data)) == (whole, True, None)
         assert cover([*parts, random.choice(parts)], len(data)) == (whole, True, None)
@@ -80,29 +76,6 @@ class TestCoverage:
         assert cover([*parts[:gone], wrong, *parts[gone + 1 :]], len(data)).crc != whole
         assert cover([*parts, wrong], len(data)).conflict is not None
 
-    def test_columns_that_do_not_fill_a_row_are_not_verified(self) -> None:
-        rows = [ChecksummedRange(at, at + 2, 0) for at in range(0, 120, 6)]
-        (folded,) = fold_columns(rows)
-        assert folded[:2] == (0, 2) and folded[3:] == (6, 20)
-        assert cover([folded], 120) == (None, False, None)
-        assert cover([folded, part(0, 120)], 120) == (google_crc32c.value(DATA), False, None)
-        assert fold_columns([folded]) == [folded]
-
     def test_nothing_is_covered_by_nothing(self) -> None:
         assert cover([], 0) == (0, True, None)
         assert cover([], 1) == (None, False, None)
-
-
-def test_columns_of_another_kind_of_checksum():
-    """A zip archive's crc32, of two halves of rows and of two column shards, as processes send them."""
-    data = np.random.default_rng(1).bytes(20 * 60)
-    sides, heights = [(0, 5), (5, 20)], [range(0, 600, 20), range(600, 1200, 20)]
-    sent = [
-        fold_columns([ChecksummedRange(at + a, at + b, zlib.crc32(data[at + a : at + b])) for at in height], CRC32)
-        for a, b in sides
-        for height in heights
-    ]
-    assert [len(folded) for folded in sent] == [1, 1, 1, 1]
-    together = [one for folded in sent for one in folded]
-    assert cover(together, len(data), CRC32) == (zlib.crc32(data), True, None)
-    assert cover(together, len(data)).crc != zlib.crc32(data)

@@ -26,9 +26,7 @@ def test_json_says_everything(t5_plan):
         },
         "bytes": 512,
         "why": None,
-        "broadcast": None,
     }
-    assert said["broadcast"] is None  # with one process nothing is sent
     assert entries["kept"]["dtype"] is None and entries["kept"]["action"] == "keep"
     assert said["unused"] == ["left/over"] and said["dropped"] == ["gone"]
     assert said["sources"] == {"": {"path": "/memory", "format": "orbax", "step": None}}

@@ -1,1 +1,0 @@
-"""Barriers and collectives of the processes of a job."""

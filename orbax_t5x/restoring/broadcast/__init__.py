@@ -1,1 +1,0 @@
-"""Broadcasts stored bytes: a single process reads each, and sends it on."""
