@@ -45,7 +45,6 @@ class Crc:
         self.name: str = name
         self._polynomial = polynomial
         self.extend: Callable[[int, Any], int] = extend
-        self._table_of = functools.lru_cache(maxsize=1 << 10)(self._make_table)
 
     def move(self, crc: int, distance: int) -> int:
         """Moves a part's checksum over the `distance` bytes after it."""
@@ -58,22 +57,6 @@ class Crc:
             distance >>= 1
             k += 1
         return crc
-
-    def combine_spread(self, crcs: np.ndarray, stride: int) -> int:
-        """Combines the checksums of equally spaced equal ranges.
-
-        They begin every `stride` bytes. The result is their contribution to the checksum that ends with the last. The
-        checksum of a whole is the xor of what its ranges add: those of other ranges between them may come from
-        elsewhere.
-        """
-        if len(crcs) <= _FEW_PARTS:
-            whole = 0
-            for crc in crcs.tolist():
-                whole = self.move(whole, stride) ^ crc
-            return whole
-        # Neighbours are joined, and then pairs of them: half as many each time, moved by one matrix.
-        crcs = np.concatenate([np.zeros(len(crcs) % 2, np.uint32), crcs.astype(np.uint32)])
-        return self.combine_spread(_apply(self._table_of(stride), crcs[0::2]) ^ crcs[1::2], 2 * stride)
 
     def combine(self, crcs: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> int:
         """Returns the checksum of a concatenation of ranges."""
@@ -115,13 +98,6 @@ class Crc:
             odd = np.flatnonzero((distances >> k) & 1)
             moved[odd] = _apply(self._tables[k], moved[odd])
         return moved
-
-    def _make_table(self, distance: int) -> np.ndarray:
-        """Returns the matrix that moves a checksum by this many bytes."""
-        places = np.arange(256, dtype=np.uint32)[None, :] << np.array([[0], [8], [16], [24]], np.uint32)
-        if not distance:
-            return places
-        return self._move_many(places.ravel(), np.full(places.size, distance)).reshape(places.shape)
 
 
 CRC32C = Crc("crc32c", 0x82F63B78, lambda crc, data: fastcrc.crc32.iscsi(data, crc))

@@ -14,8 +14,6 @@ _PAYLOADS = re.compile(
     r" \[(tensorstore_spec|source locations|os_error_code|http_response_body|x-amzn-requestid)=.*", re.DOTALL
 )
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-_REDIRECT = re.compile(r"HTTP code 3\d\d")
-_IGNORED_RANGE = re.compile(r"was ignored by server|Expected Content-Range|Unexpected Content-Range")
 _UNSAFE_KEY = re.compile(r"Invalid key: |Invalid file path: ")
 
 
@@ -31,16 +29,6 @@ class NativeError(NamedTuple):
     status: str
     reason: str
     errno: int | None
-
-    @property
-    def is_redirect(self) -> bool:
-        """True if a server sent on to another URL."""
-        return _REDIRECT.search(self.reason) is not None
-
-    @property
-    def is_ignored_range(self) -> bool:
-        """True if a server sent bytes that were not requested."""
-        return _IGNORED_RANGE.search(self.reason) is not None
 
     @property
     def is_unsafe_key(self) -> bool:

@@ -79,7 +79,6 @@ class Leaf(abc.ABC):
       shape, dtype: of the whole array; dtype is a NumPy dtype (ml_dtypes' included), object for strings (elements are
         `bytes`).
       chunks: the shape of the unit in which the format can be read, or None where any byte range can be.
-      inline_bytes: chunks of up to so many bytes come with the metadata, without a read of their own.
       error: what makes the leaf unreadable, found when the checkpoint was opened, or None. Reading raises it.
       is_remote: whether reading it waits for another machine.
       is_value: whether it is a constant in memory, so that reading it reads nothing of a checkpoint.
@@ -94,7 +93,6 @@ class Leaf(abc.ABC):
     dtype: np.dtype
     path: str = ""
     chunks: tuple[int, ...] | None = None
-    inline_bytes: int = 0
     error: CheckpointError | None = None
     is_remote: bool = False
     is_value: bool = False

@@ -20,21 +20,12 @@ _DECODING_BYTES = 256 << 20
 class ChecksummedRange(NamedTuple):
     """Checksum of bytes [start, stop) as they were read.
 
-    They are of a leaf's checksummed extent. Or, with `times`, of equal ranges: the columns of a matrix are one range
-    for each of its rows. Their `crc` is what they add to the checksum of bytes that end where the last of them ends
-    (`Crc.combine_spread`).
-
-    Attributes:
-      start, stop: of the first range.
-      stride: bytes from the beginning of one range to that of the next.
-      times: how many ranges.
+    They are of a leaf's checksummed extent.
     """
 
     start: int
     stop: int
     crc: int
-    stride: int = 0
-    times: int = 1
 
 
 class WatchedFile(Protocol):

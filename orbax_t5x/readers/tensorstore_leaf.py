@@ -58,7 +58,6 @@ class TensorStoreLeaf(Leaf):
         "chunks",
         "dtype",
         "error",
-        "inline_bytes",
         "is_remote",
         "name",
         "path",
@@ -76,7 +75,6 @@ class TensorStoreLeaf(Leaf):
         root: Files,
         prng_impl: str | None = None,
         sums: BoxSums | CheckpointError | None = None,
-        inline_bytes: int = 0,
         files: Snapshot,
         limits: Limits,
         can_list: bool = True,
@@ -88,7 +86,6 @@ class TensorStoreLeaf(Leaf):
         self.shape: tuple[int, ...] = kind.shape
         self.dtype: np.dtype = kind.dtype
         self.chunks: tuple[int, ...] | None = chunk or None
-        self.inline_bytes: int = inline_bytes
         self.error: CheckpointError | None = None
         self._chunk_bytes: int = math.prod(chunk) * self.dtype.itemsize
         try:

@@ -149,13 +149,6 @@ class ProcessGroup:
                 setattr(error, _SHARED, True)
             raise
 
-    def raise_together(self, error: Exception | None, path: str | None = None) -> None:
-        """Raises `error`, or else the first error of another member."""
-        with self.sharing_errors():
-            if error is not None:
-                raise error
-            self.exchange(b"", path)
-
     def of_all(self, value: Any, path: str | None = None) -> list[Any]:
         """Returns the JSON value of each member by rank."""
         return [json.loads(data) for data in self.exchange(json.dumps(value).encode(), path)]

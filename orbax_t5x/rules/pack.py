@@ -345,11 +345,6 @@ def _is_same_call(leaf: Any, target_leaf: Any) -> bool:
     return wanted is None or tuple(wanted) == tuple(getattr(leaf, "shape", ()))
 
 
-def is_pack(transform: object) -> bool:
-    """Tests if a transform is a rule pack."""
-    return isinstance(transform, RulePack)
-
-
 def pack_of(call: PackCall, steps: tuple[AnyTransform, ...], back: tuple[AnyTransform, ...], **fields: Any) -> RulePack:
     """Makes the pack of a call."""
     return RulePack(steps, back, call.name, _call=call, **fields)

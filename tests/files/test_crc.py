@@ -35,17 +35,6 @@ class TestChecksums:
         padded = ([0] * 40 + list(crcs), [0] * 40 + list(lengths))
         assert ours.combine(*padded) == ours.combine(*map(np.asarray, padded)) == plain
 
-    @pytest.mark.parametrize("count", [3, 70])
-    def test_equal_ranges_far_apart(self, kind: str, count: int) -> None:
-        ours, value = KINDS[kind]
-        data = np.random.default_rng(count).bytes(10 * count)
-        sides = [(0, 4), (4, 10)]
-        spread = [
-            ours.combine_spread(np.array([value(data[at + low : at + high]) for at in range(0, len(data), 10)]), 10)
-            for low, high in sides
-        ]
-        assert ours.move(spread[0], 6) ^ spread[1] == value(data)
-
     def test_any_length_and_alignment(self, kind: str) -> None:
         ours, value = KINDS[kind]
         data = np.random.default_rng(0).integers(0, 256, 70_000, np.uint8)

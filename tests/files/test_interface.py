@@ -22,7 +22,6 @@ def store(request, tmp_path):
 
 
 def test_whole_files_are_their_bytes_within_a_limit(store):
-    store.read_ahead(list(FILES), limit=100)
     for name, data in FILES.items():
         assert bytes(store.read_whole(name, limit=100)) == data
     with pytest.raises(LimitExceededError):
@@ -31,7 +30,6 @@ def test_whole_files_are_their_bytes_within_a_limit(store):
 
 def test_files_that_are_not_there(store):
     names = ["index", "nothing", "data/0", "data/1"]
-    store.stat_ahead(names)
     assert store.has_files(names) == [True, False, True, False] == [store.has_file(name) for name in names]
     store.file("index")
     with pytest.raises(CheckpointNotFoundError):

@@ -8,7 +8,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.places import current_opening, opening
+from orbax_t5x.files.places import current_opening, opening, resolved_path, split_url
 from tests.support.bundle_writer import bundle_of
 
 
@@ -38,36 +38,43 @@ def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
 def test_an_empty_path_and_a_list_of_paths(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"^the path is empty"):
         ot.open_checkpoint("")
-    with pytest.raises(TypeError, match="one path is opened at a time"):
+    with pytest.raises(TypeError, match="several sources are a dict of names and paths"):
         ot.open_checkpoint([tmp_path, tmp_path])
     for nothing in (None, 3):
         with pytest.raises(TypeError, match=r"a checkpoint's path is text or an os\.PathLike, not"):
             ot.open_checkpoint(nothing)
 
 
-class Server:
-    def __init__(self):
-        self.calls = []
-
-    def close_idle(self):
-        self.calls.append("close_idle")
-
-    def forget(self):
-        self.calls.append("forget")
-
-
 def test_an_opening_inside_another_is_the_same():
-    with opening(Limits(io_timeout_secs=3)) as outer:
-        assert outer.timeout == 3 and current_opening() is outer
-        with opening(Limits(io_timeout_secs=4)) as inner:
+    forgotten = []
+
+    class Store:
+        def forget(self):
+            forgotten.append(self)
+
+    with pytest.raises(KeyError), opening(Limits(rank=3)) as outer:
+        assert outer.limits.rank == 3 and current_opening() is outer
+        with opening(Limits(rank=4)) as inner:
             assert inner is outer
-        outer.servers["x"] = server = Server()
-    assert server.calls == ["forget"] and current_opening() is not outer
-
-
-def test_a_failed_opening_closes_its_connections():
-    server = Server()
-    with pytest.raises(KeyError), opening() as made:
-        made.servers["x"] = server
+        outer.stores["x"] = store = Store()
         raise KeyError
-    assert server.calls == ["close_idle", "forget"]
+    assert forgotten == [store] and current_opening() is not outer
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("https://host", ("https://host", "", True)),
+        ("https://host:80/a/b/", ("https://host:80", "a/b", True)),
+        ("gs://bucket", ("gs://bucket", "", True)),
+        ("s3://bucket/a b/c", ("s3://bucket", "a b/c", False)),
+        ("hf://org/name@commit/a/b", ("hf://org/name@commit", "a/b", False)),
+    ],
+)
+def test_the_parts_of_a_url(url, expected):
+    assert split_url(url) == expected
+
+
+def test_urls_without_percents_in_their_names():
+    assert resolved_path("GS://bucket/x%20y") == "gs://bucket/x%20y"
+    assert resolved_path("HTTPS://host/a%20b") == "https://host/a b"

@@ -4,6 +4,7 @@ import http.server
 import logging
 import threading
 import urllib.request
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +197,7 @@ def test_a_closed_checkpoint(store):
 class _Proxy(http.server.BaseHTTPRequestHandler):
     """A proxy that keeps what was asked of it."""
 
-    asked: list[str] = []
+    asked: ClassVar[list[str]] = []
 
     def do_GET(self):
         self.asked.append(self.path)

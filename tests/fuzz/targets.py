@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
 import io
 import itertools
 import json
@@ -26,17 +25,13 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 import tensorstore as ts
-import urllib3
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, UnsupportedCheckpointError
-from orbax_t5x.extras.web.web_response import read_answer
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import Root
-from orbax_t5x.files.ranges import NO_BYTES, BoundedRange
-from orbax_t5x.files.remote.responses import RequestError
 from orbax_t5x.readers.ranges.windowed import WindowGrid, union_runs
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from orbax_t5x.readers.tf_bundle.sstable import Table
@@ -46,7 +41,6 @@ from tests.fuzz.mutations import ChangeBytes, Mutation
 from tests.support import torch_files
 from tests.support.bundle_writer import block, bundle_of, entry, header, sealed, shard_path, table, table_of_blocks
 from tests.support.gguf_files import gguf_bytes
-from tests.support.sent_bytes import response_of
 from tests.support.zip_files import Entry, archive_of
 
 Check = Callable[[bytes], CheckpointError | None]
@@ -713,48 +707,6 @@ def _some_boxes() -> list[bytes]:
     return [bytes([3, 4, 5, 6, 2, 9, 1, 1, 2, 0, 4, 2, 2]), bytes(range(20)), struct.pack("<8B", *[200] * 8)]
 
 
-_RANGES = [NO_BYTES, *[BoundedRange.between(*ends) for ends in ((3, 7), (0, 4), (16, 17))], BoundedRange.whole(20)]
-_RANGES += [BoundedRange.last(5)]
-
-
-def _web_answer(_: Path) -> Check:
-    """The first byte picks a request; the rest is what a web server answers."""
-
-    def check(data: bytes) -> CheckpointError | None:
-        wanted = _RANGES[data[0] % len(_RANGES) if data else 0]
-        memory = memoryview(bytearray(wanted.size))
-        try:
-            response = response_of(data[1:], wanted)
-            found = read_answer(response, wanted)
-            response = response_of(data[1:], wanted)
-            placed = read_answer(response, wanted._replace(into=memory))
-        except CheckpointError as error:
-            return error
-        except (RequestError, OSError, urllib3.exceptions.HTTPError, http.client.HTTPException):
-            return None
-        assert found is None or len(found.data) <= wanted.size
-        assert found is None or wanted.stop is None or len(found.data) == wanted.size
-        if placed is not None and placed.is_in_place:
-            placed = placed._replace(data=memory.tobytes(), is_in_place=False)
-        assert placed == found
-        return None
-
-    return check
-
-
-def _web_answers() -> list[bytes]:
-    head = b'HTTP/1.1 206 Partial Content\r\nETag: "a"\r\n'
-    return [
-        b'\x00HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 9\r\n\r\n',
-        b"\x01" + head + b"Content-Range: bytes 3-6/9\r\nContent-Length: 4\r\n\r\nabcd",
-        b"\x02" + head + b"Content-Range: bytes 0-3/9\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n",
-        b"\x04HTTP/1.1 200 OK\r\n\r\nabcdefghi",
-        b"\x05" + head + b"Content-Range: bytes 4-8/9\r\nContent-Length: 5\r\n\r\nefghi",
-        b"\x03HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\n\r\n",
-        b"\x01HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno",
-    ]
-
-
 TARGETS: dict[str, Target] = {
     "sstable": Target(_sstable, _sstables, mutations.edited_table),
     "snappy": Target(_snappy, _snappy_blocks, _only_bytes),
@@ -775,6 +727,5 @@ TARGETS: dict[str, Target] = {
     "names": Target(_names, _some_names, _only_bytes),
     "formats": Target(_formats, _some_files, _only_bytes),
     "byte_runs": Target(_byte_runs, _some_boxes, _only_bytes),
-    "web_answer": Target(_web_answer, _web_answers, _only_bytes),
 }
 """By name; directories of `tests/corpus` have the same ones."""

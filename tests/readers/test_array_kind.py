@@ -1,10 +1,7 @@
 """Chunks of arrays are decoded to the values that TensorStore reads, by us and by its decoder in memory."""
 
-import concurrent.futures
 import gzip
 import json
-import threading
-import time
 
 import cramjam
 import numpy as np
@@ -72,23 +69,6 @@ def test_whole_arrays(written):
             np.testing.assert_array_equal(found, values)
 
 
-@given(stored(), st.data())
-def test_any_boxes_by_the_decoder(written, data):
-    kind, values, chunks, _ = written
-    wanted = data.draw(st.lists(boxes(values.shape), min_size=1, max_size=3))
-    outs = [np.zeros(box_shape(box), kind.dtype) for box in wanted]
-    requests = [Request(box, out) for box, out in zip(wanted, outs, strict=True) if out.size]
-    begun = []
-    for some in requests_by_chunk(requests, kind.fetched):
-        key = kind.keys.key([low // size for (low, _), size in zip(some[0].box, kind.fetched, strict=True)])
-        if key in chunks:
-            begun.append(kind.decoder.begin(chunks[key], some))
-    for one in begun:
-        kind.decoder.end(*one)
-    for box, out in zip(wanted, outs, strict=True):
-        np.testing.assert_array_equal(out, values[box_slices(box)])
-
-
 def kind_of(compressor):
     metadata = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<f4", "compressor": compressor}
     metadata |= {"fill_value": None, "filters": None, "order": "C"}
@@ -133,24 +113,3 @@ def test_pieces_of_chunks_are_the_elements_of_the_boxes_each_once(data):
         np.testing.assert_array_equal(seen, expected)
         touched |= {tuple(index // np.array(chunks, int)) for index in np.argwhere(expected)}
     assert count_chunks(wanted, chunks) == len(by_chunk) == len(touched)
-
-
-def test_threads_share_one_decoder(monkeypatch):
-    """Two would give chunks the same places in memory; from Python 3.12 on `cached_property` makes two."""
-    spec = {"driver": "zarr", "kvstore": "memory://", "metadata": {"shape": [4], "chunks": [2], "dtype": "<f4"}}
-    array = ts.open(spec, create=True, context=ts.Context()).result()
-    kind = ArrayKind(array.kvstore[".zarray"], zarr3=False, absent_is_fill=True, context=ts.Context())
-    made, together = [], threading.Barrier(4)
-
-    def make():
-        made.append(time.sleep(0.1) or object())
-        return made[-1]
-
-    monkeypatch.setattr(kind, "_make_decoder", make)
-
-    def ask(_):
-        together.wait(30)
-        return kind.decoder
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(ask, range(4))) == set(made) and len(made) == 1

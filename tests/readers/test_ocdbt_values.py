@@ -6,10 +6,9 @@ import pytest
 import tensorstore as ts
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
+from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, LimitExceededError, UnsafeCheckpointError
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at, opening
-from orbax_t5x.files.ranges import BoundedRange, ReadContext
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from tests.support.http_store import serving
 
@@ -45,15 +44,12 @@ def test_every_value_is_found(tree):
         values = values_of(store)
         assert values._height >= 2
         for key, value in known.items():
-            assert values.read_range(key, BoundedRange.whole(90)) == value
-            assert values.read_range(key, BoundedRange.last(3)) == value[-3:]
-            if len(value) > 5:
-                assert values.read_range(key, BoundedRange.between(2, 5)) == value[2:5]
-        for prefix in ("", "layers/3/", "layers/3/c/4", "layers/9", "a", "z", "layers/6/c/699"):
-            wanted = sorted(key[len(prefix) :] for key in known if key.startswith(prefix))
-            assert sorted(values.names(prefix)) == wanted
+            assert values.read_whole(key, limit=90) == value
+        files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+        assert set(values.data_files()) <= files
         for key in ("", "a", "layers/3/c", "layers/3/c/10x", "layers/9", "z"):
-            assert values.read_range(key, BoundedRange.whole(90)) is None
+            with pytest.raises(CheckpointNotFoundError):
+                values.read_whole(key, limit=90)
 
 
 def test_what_a_value_may_have_is_bounded(tree):
@@ -62,21 +58,20 @@ def test_what_a_value_may_have_is_bounded(tree):
     with serving(directory) as store:
         values = values_of(store)
         store.forget()
-        with pytest.raises(LimitExceededError, match="may have"):
-            values.read_range(key, BoundedRange.whole(len(value) - 1), ReadContext("x"))
-        with pytest.raises(CorruptCheckpointError, match="ends at byte"):
-            values.read_range(key, BoundedRange(0, len(value) + 1, 1000))
+        with pytest.raises(LimitExceededError, match=f"more than Limits.index_bytes = {len(value) - 1}"):
+            values.read_whole(key, limit=len(value) - 1, leaf="x")
         # A manifest may be larger than the root node: TensorStore writes one version of the tree into it, or several.
         limits = Limits(index_bytes=(directory / "manifest.ocdbt").stat().st_size)
         with pytest.raises(LimitExceededError, match=r"Limits.index_bytes"):
-            values_of(store, limits).names("")
+            values_of(store, limits).data_files()
 
 
 def test_a_database_without_values_is_read(tmp_path):
     ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result().write("a", b"b").result()
     ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result().write("a", None).result()
     with serving(tmp_path) as store:
-        assert values_of(store).read_range("a", BoundedRange.whole(9)) is None
+        with pytest.raises(CheckpointNotFoundError):
+            values_of(store).read_whole("a", limit=9)
 
 
 def test_nodes_lead_to_no_other_files(tree):

@@ -73,7 +73,7 @@ def test_every_array_of_every_golden_that_is_files(name):
         small = [leaf for leaf in leaves if isinstance(leaf, SmallArrayLeaf)]
         assert small
         for leaf in small:
-            kvstore = {"driver": "file", "path": f"{GOLDENS / name / leaf._fetched.name}/"}
+            kvstore = {"driver": "file", "path": f"{GOLDENS / name / leaf._place.name}/"}
             expected = np.asarray(ts.open({"driver": "zarr", "kvstore": kvstore}, open=True).result())
             found = checkpoint.leaves[leaf.name].get()
             assert found.shape == expected.shape and found.tobytes() == expected.tobytes()

@@ -196,21 +196,6 @@ def test_files_that_are_no_chunks_are_passed_over(tmp_path):
         np.testing.assert_array_equal(checkpoint.leaves["bad"].get(), expected)
 
 
-def test_a_server_is_asked_for_each_chunk_up_to_the_limit(tmp_path):
-    grid = T5X(tmp_path, (10**9,), (1,))
-    grid.array[3].write(3.0).result()
-    with (
-        serving(grid.path.parent) as store,
-        ot.open_checkpoint(f"{store.url}/checkpoint_1", limits=ot.Limits(chunks=100)) as checkpoint,
-    ):
-        leaf = checkpoint.leaves["bad"]
-        np.testing.assert_array_equal(leaf[:50].get(), np.where(np.arange(50) == 3, 3, FILL))
-        before = len(store.log)
-        with pytest.raises(ot.errors.LimitExceededError, match=r"leaf 'bad'.*101 chunks.*Limits\.chunks = 100"):
-            leaf[:101].get()
-        assert len(store.log) - before <= 1
-
-
 @given(st.sampled_from([("", "."), ("", "/"), ("c", "/"), ("c", ".")]), st.data())
 def test_keys_and_indices_are_inverse(form, data):
     keys = ChunkKeys(*form)
@@ -219,3 +204,11 @@ def test_keys_and_indices_are_inverse(form, data):
     found = keys.indices([*map(keys.key, indices), ".zarray", "zarr.json"], grid)
     assert found.tolist() == sorted({tuple(index): index for index in indices}.values())
     assert found.shape == (len(found), len(grid))
+
+
+def test_absent_chunks_of_a_server_that_does_not_list_are_the_fill_value(tmp_path):
+    grid = T5X(tmp_path, (10**9,), (1,))
+    grid.array[3].write(3.0).result()
+    with serving(grid.path.parent) as store, ot.open_checkpoint(f"{store.url}/checkpoint_1") as checkpoint:
+        leaf = checkpoint.leaves["bad"]
+        np.testing.assert_array_equal(leaf[:50].get(), np.where(np.arange(50) == 3, 3, FILL))

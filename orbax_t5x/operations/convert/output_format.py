@@ -27,7 +27,6 @@ class WriteOptions:
 
     Attributes:
       beside: contents of the files to put beside safetensors files, by name.
-      max_file_bytes: of data in one safetensors file, or one tensor; None for Transformers' own bound.
     """
 
     format: str = "orbax"
@@ -37,11 +36,6 @@ class WriteOptions:
     progress: Progress | None = RestoreOptions.progress
     on_unsupported: Literal["error", "skip"] = "error"
     beside: Mapping[str, bytes] | None = None
-    max_file_bytes: int | None = None
-
-    def with_files_of(self, max_bytes: int) -> WriteOptions:
-        """Returns these options with a bound on the size of a file."""
-        return dataclasses.replace(self, max_file_bytes=max_bytes)
 
 
 class WriteSummary(NamedTuple):

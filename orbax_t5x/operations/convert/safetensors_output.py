@@ -60,7 +60,7 @@ class SafetensorsFormat(OutputFormat):
         self._skipped = _unsupported(views, skip=writing.on_unsupported == "skip")
         kept = _cast({name: view for name, view in views.items() if name not in self._skipped}, writing.dtype)
         self._tensors = {name: Tensor(name, view.shape, view.dtype) for name, view in kept.items()}
-        max_bytes = writing.max_file_bytes or safetensors_layout.MAX_FILE_BYTES
+        max_bytes = safetensors_layout.MAX_FILE_BYTES
         self._files = safetensors_layout.plan_files(list(self._tensors.values()), max_bytes)
         self._beside = writing.beside or {}
         most = block_bytes(memory_limit(writing.memory_limit_bytes), COPIES_PER_BLOCK)

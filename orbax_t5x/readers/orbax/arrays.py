@@ -89,10 +89,6 @@ def database_files(store: Files, item: str, found: ItemFiles) -> Snapshot:
     return Snapshot(store, [inside(item, name) for name in found.database], inside(item, MANIFEST_FILE))
 
 
-# As Orbax configures its databases: what is no larger, compressed, is stored in a node of the tree.
-_INLINE_BYTES = 1024
-
-
 @dataclasses.dataclass(frozen=True)
 class ItemArrays:
     """The arrays of an item: their storage, and how they are opened.
@@ -153,7 +149,6 @@ class ItemArrays:
                 # Keys are stored as their data.
                 prng_impl=self.prng_impls.get(node.param) if kind.dtype == np.uint32 else None,
                 sums=self.sums.get(node.param),
-                inline_bytes=0 if self.database is None else _INLINE_BYTES,
                 files=files,
                 limits=self.limits,
                 can_list=self.root.can_list or self.database is not None,

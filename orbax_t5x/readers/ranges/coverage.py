@@ -42,13 +42,6 @@ def cover(ranges: Sequence[ChecksummedRange], size: int, kind: Crc = CRC32C) -> 
         return Coverage(0, True)
     if len(ranges) == 1 and (ranges[0].start, ranges[0].stop) == (0, size):
         return Coverage(ranges[0].crc, True)
-    if any(one.times > 1 for one in ranges):
-        columns = [one for one in ranges if one.times > 1]
-        joined, rest = _join_columns(columns, kind)
-        if isinstance(joined, Coverage):
-            return joined
-        found = cover([one for one in ranges if one.times == 1] + joined, size, kind)
-        return found._replace(complete=found.complete and not rest)
     if not ranges:
         return Coverage(None, False)
     table = np.asarray([one[:3] for one in ranges], np.int64)
@@ -63,39 +56,6 @@ def cover(ranges: Sequence[ChecksummedRange], size: int, kind: Crc = CRC32C) -> 
     if starts[0] == 0 and stops[-1] == size and np.array_equal(stops[:-1], starts[1:]):
         return Coverage(kind.combine(crcs, stops - starts), True)
     return _chains(table.tolist(), size, kind)
-
-
-def _join_columns(ranges: Sequence[ChecksummedRange], kind: Crc) -> tuple[list[ChecksummedRange] | Coverage, bool]:
-    """Joins columns that fill every stride, or returns a conflict.
-
-    Also returned is whether there were others: those have no checksum together.
-    """
-    known: dict[tuple[int, int, int, int], int] = {}
-    for start, stop, crc, stride, times in ranges:
-        if known.setdefault((stride, times, start, stop), crc) != crc:
-            return Coverage(None, False, (start, start + (times - 1) * stride + stop - start)), False
-    joined: list[ChecksummedRange] = []
-    rest = False
-    for (stride, times), group in itertools.groupby(sorted(known), key=lambda key: key[:2]):
-        begun: list[tuple[int, int]] = []
-        for _, _, start, stop in group:
-            if begun and start != begun[-1][1]:
-                rest, begun = True, []
-            begun.append((start, stop))
-            first = begun[0][0]
-            if stop - first < stride:
-                continue
-            if stop - first == stride:
-                end = first + stride * times
-                crc = 0
-                for low, high in begun:
-                    crc ^= kind.move(known[stride, times, low, high], first + stride - high)
-                joined.append(ChecksummedRange(first, end, crc))
-            else:
-                rest = True
-            begun = []
-        rest = rest or bool(begun)
-    return joined, rest
 
 
 def _chains(ranges: list[list[int]], size: int, kind: Crc) -> Coverage:

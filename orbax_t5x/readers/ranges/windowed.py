@@ -21,18 +21,10 @@ from orbax_t5x.concurrency import run_jobs
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.files.memory import strided
 from orbax_t5x.files.windows import MAX_GAP_BYTES, WINDOW_BYTES
-from orbax_t5x.lazy.box import Box, box_shape, box_size
+from orbax_t5x.lazy.box import Box, box_size
 from orbax_t5x.lazy.leaf import Request
-from orbax_t5x.readers.ranges.byte_range import (
-    ByteRange,
-    ReadChecksums,
-    ReadOutcome,
-    byte_strides,
-    grouped,
-    locate_box,
-    staging_buffer,
-)
-from orbax_t5x.readers.ranges.elements import Elements, as_stored
+from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadChecksums, ReadOutcome, grouped, staging_buffer
+from orbax_t5x.readers.ranges.elements import Elements
 
 
 def read_by_windows(stored: ByteRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
@@ -81,29 +73,6 @@ def _runs_of(
     if is_summed and wanted != nbytes:
         return split_ends(runs, union_runs(shape, itemsize, boxes, 0)[0]), wanted, nbytes
     return runs, wanted, nbytes
-
-
-def count_reads(shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box], *, is_summed: bool) -> tuple[int, int]:
-    """Counts the reads and bytes of boxes, summed or not."""
-    boxes = [box for box in boxes if box_size(box)]
-    if not boxes:
-        return 0, 0
-    is_direct = as_stored(dtype) and _are_byte_ranges(shape, dtype.itemsize, boxes)
-    runs, _, nbytes = _runs_of(shape, dtype.itemsize, boxes, is_summed and not is_direct)
-    if is_direct:
-        return sum(-(-run.length // WINDOW_BYTES) * run.times for run in runs), nbytes
-    return WindowGrid(shape, dtype.itemsize, WINDOW_BYTES).count(runs), nbytes
-
-
-def _are_byte_ranges(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> bool:
-    strides = byte_strides(shape, itemsize)
-    spans: list[tuple[int, int]] = []
-    for box in boxes:
-        placed = locate_box(box, box_shape(box), shape, strides)
-        if placed is None or not placed[1]:
-            return False
-        spans.append((placed[0], placed[0] + box_size(box) * itemsize))
-    return all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(spans)))
 
 
 class Run(NamedTuple):
@@ -262,20 +231,6 @@ class WindowGrid:
             flat, index = divmod(flat, size)
             outer.append(index)
         return Window(tuple(reversed(outer)), low, high, start + low * self.block, start + high * self.block, [])
-
-    def count(self, runs: Iterable[Run]) -> int:
-        """Counts the byte ranges in all the windows that hold the runs."""
-        window_bytes, outer_bytes = self._step * self.block, self._size * self.block
-        windows = -(-self._size // self._step)
-
-        def number_of(byte: np.ndarray) -> np.ndarray:
-            return byte // outer_bytes * windows + byte % outer_bytes // window_bytes
-
-        total = 0
-        for start, length, stride, times in runs:
-            first = start + stride * np.arange(times, dtype=np.int64)
-            total += times + int((number_of(first + length - 1) - number_of(first)).sum())
-        return total
 
     def windows(self, runs: Iterable[Run]) -> Iterator[Window]:
         """Yields the windows that hold the runs, in file order."""

@@ -1,7 +1,6 @@
 """Reads of any boxes of a byte range into any buffers, with the checksums of several processes."""
 
 import asyncio
-import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -37,35 +36,6 @@ def buffer_for(box: Box, dtype: np.dtype, kind: str) -> np.ndarray:
     if kind == "strided" and shape:
         return np.zeros((*shape[:-1], shape[-1] * 2), dtype)[..., ::2]
     return np.zeros(shape, dtype)
-
-
-class CountingFile:
-    """A file that counts what is read of it."""
-
-    def __init__(self, file):
-        self.file = file
-        self.path = file.path
-        self.reads = []
-
-    def ahead(self, ranges, into=()):
-        ranges = list(ranges)
-        self.reads += [size for _, size in ranges]
-        return self.file.ahead(ranges, into)
-
-
-@given(shapes_and_boxes(), st.sampled_from(["float32", "bool"]), st.booleans())
-@settings(max_examples=max(20, settings.default.max_examples // 10))
-def test_reads_are_counted_before_they_are_made(tmp_path_factory, case, dtype_name, checksum) -> None:
-    shape, boxes = case
-    array = random_bits(shape, np_dtype(dtype_name))
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch)
-        range = stored(tmp_path_factory.mktemp("leaf"), array).range
-        file = CountingFile(range.file)
-        requests = [Request(box, np.zeros(box_shape(box), array.dtype)) for box in boxes]
-        dataclasses.replace(range, file=file).read(requests, checksum=checksum, leaf="w")
-        counted = _windowed.count_reads(shape, array.dtype, boxes, is_summed=checksum)
-    assert counted == (len(file.reads), sum(file.reads))
 
 
 @pytest.mark.slow

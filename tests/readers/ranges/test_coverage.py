@@ -3,11 +3,9 @@
 import itertools
 
 import google_crc32c
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from tests.support.byte_ranges import DATA, part
@@ -42,39 +40,6 @@ class TestCoverage:
         assert cover([part(0, 30), part(30, 60), bad, part(60, 120)], 120).conflict == (30, 60)
         finer = [part(0, 30), bad, part(60, 120), part(0, 60)]
         assert cover(finer, 120).conflict is not None
-
-    @given(
-        st.integers(1, 40),
-        st.integers(1, 9),
-        st.sets(st.integers(1, 8)),
-        st.sets(st.integers(1, 39), max_size=2),
-        st.randoms(use_true_random=False),
-    )
-    def test_columns_cover_together(self, rows: int, width: int, cuts, row_cuts, random) -> None:
-        data = random.randbytes(rows * width)
-        whole = google_crc32c.value(data)
-
-        def columns(low: int, high: int, first: int, last: int) -> list[ChecksummedRange]:
-            starts = [row * width for row in range(first, last)]
-            ranges = [
-                ChecksummedRange(at + low, at + high, google_crc32c.value(data[at + low : at + high])) for at in starts
-            ]
-            if high - low == width or len(ranges) == 1:
-                return ranges
-            crcs = np.asarray([one.crc for one in ranges], np.uint32)
-            return [ranges[0]._replace(crc=CRC32C.combine_spread(crcs, width), stride=width, times=len(ranges))]
-
-        sides = list(itertools.pairwise(sorted({0, width, *(cut for cut in cuts if cut < width)})))
-        heights = list(itertools.pairwise(sorted({0, rows, *(cut for cut in row_cuts if cut < rows)})))
-        parts = [part for side in sides for height in heights for part in columns(*side, *height)]
-        random.shuffle(parts)
-        assert cover(parts, len(data)) == (whole, True, None)
-        assert cover([*parts, random.choice(parts)], len(data)) == (whole, True, None)
-        gone = random.randrange(len(parts))
-        assert cover(parts[:gone] + parts[gone + 1 :], len(data)).complete is False
-        wrong = parts[gone]._replace(crc=parts[gone].crc ^ 1)
-        assert cover([*parts[:gone], wrong, *parts[gone + 1 :]], len(data)).crc != whole
-        assert cover([*parts, wrong], len(data)).conflict is not None
 
     def test_nothing_is_covered_by_nothing(self) -> None:
         assert cover([], 0) == (0, True, None)
