@@ -1,6 +1,6 @@
 """Interface of readers to bytes: a root's files and each file.
 
-`LocalFiles` is a directory of this machine: names are walked with file descriptors, reads are `preadv`. `RemoteFiles`
+`LocalFiles` is a directory of this machine: reads are `preadv`. `RemoteFiles`
 is a prefix of a bucket or of a web server: files are objects, reads are requests for byte ranges. Readers know neither;
 `files_at` alone makes them. A name is always relative, with '/', and never leaves the root; only the root itself, which
 the caller named, may be a symlink to anywhere.
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 
 
@@ -77,6 +78,11 @@ class StoredFile(StoredBytes, Protocol):
     @property
     def name(self) -> str:
         """The name, relative to the root."""
+        ...
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the files that it belongs to."""
         ...
 
     @property
@@ -184,11 +190,13 @@ class Files(FilePlace, Named, Protocol):
 
     Attributes:
       named: the root as the caller named it, absolute: symlinks are not resolved.
+      limits: on what files may claim.
       can_list: whether the store lists its files; web servers do not.
       compares_for_all: whether this process compares stamps for all processes of its job.
     """
 
     named: str
+    limits: Limits
     can_list: bool
     compares_for_all: bool = False
 

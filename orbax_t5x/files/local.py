@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from orbax_t5x import on_demand
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -19,18 +18,13 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local_file import File, OpenFiles
 from orbax_t5x.files.paths import FILE_FLAGS, Descriptor, Root, io_error
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
-
-# Of chunked arrays only.
-_tree_stamp: Callable[..., str] = on_demand.function("orbax_t5x.files.tree_checks", "tree_stamp")
-_check_tree = on_demand.function("orbax_t5x.files.tree_checks", "check_tree")
-_list_directory = on_demand.function("orbax_t5x.files.tree_checks", "list_directory")
+from orbax_t5x.files.tree_checks import check_tree, list_directory, tree_stamp
 
 _READ_CHUNK_BYTES = 1 << 24
-# Of the root itself, which may be a symlink.
-_OPEN_FLAGS = FILE_FLAGS & ~os.O_NOFOLLOW
 # Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
 _MAX_OPEN_FILES = 64
 
@@ -41,11 +35,10 @@ class LocalFiles(Root, Files):
     is_remote = False
     can_list = True
 
-    def __init__(self, path: str | os.PathLike[str], *, max_open: int = _MAX_OPEN_FILES):
+    def __init__(self, path: str | os.PathLike[str], *, limits: Limits | None = None, max_open: int = _MAX_OPEN_FILES):
         super().__init__(path)
+        self.limits: Limits = limits or Limits()
         self._opened = OpenFiles(max_open)
-        # Of arrays: their snapshots prove, before each read, that no symlink leads to them.
-        self._plain_directories: set[str] = set()
 
     # -- the root itself
 
@@ -63,7 +56,7 @@ class LocalFiles(Root, Files):
 
     def subdirectories(self) -> Subdirectories:
         found = Subdirectories([], [])
-        for name, entry in _list_directory(self.named).items():
+        for name, entry in list_directory(self.named).items():
             try:
                 if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(self.locate(name))):
                     found.inside.append(name)
@@ -121,7 +114,7 @@ class LocalFiles(Root, Files):
                     return Look("directory", names=frozenset(os.listdir(path)))
                 if not stat.S_ISREG(mode):
                     return Look("special")
-            opened = self.open(name)[0] if name else Descriptor(path, _OPEN_FLAGS)
+            opened = self.open(name)[0] if name else Descriptor(path, FILE_FLAGS)
         except CheckpointIOError:
             raise
         except UnsafeCheckpointError:
@@ -152,9 +145,8 @@ class LocalFiles(Root, Files):
 
     def read_range(self, name: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
         self.require_open()
-        is_plain = name.rpartition("/")[0] in self._plain_directories
         try:
-            opened, found = self.open(name, leaf=context.leaf, is_plain=is_plain)
+            opened, found = self.open(name, leaf=context.leaf)
         except CheckpointNotFoundError:
             return None
         with opened:
@@ -181,7 +173,7 @@ class LocalFiles(Root, Files):
 
     def file(self, name: str, *, leaf: str | None = None) -> File:
         """Stats a file without reading it."""
-        return File(self, self._opened, name, self.stat(name, leaf=leaf))
+        return File(self, self._opened, name, self.stat(name, leaf=leaf), self.limits)
 
     def require_open(self) -> None:
         """Raises ValueError after `close`."""
@@ -197,14 +189,14 @@ class LocalFiles(Root, Files):
         return {"driver": "file", "path": self.locate(name) if name else self.path}
 
     def entries(self, name: str) -> dict[str, bool]:
-        found = _list_directory(self.locate(name) if name else self.path)
+        found = list_directory(self.locate(name) if name else self.path)
         return {entry: there.is_dir(follow_symlinks=False) for entry, there in found.items()}
 
     def require_plain(self, name: str, *, leaf: str | None = None) -> None:
-        _check_tree(self, name, leaf=leaf)
+        check_tree(self, name, leaf=leaf)
 
     def stamp(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Any:
-        return _tree_stamp(self, names, leaf=leaf)
+        return tree_stamp(self, names, leaf=leaf)
 
     def require_stamp(self, names: Sequence[str], metadata: str, stamp: Any, *, leaf: str | None = None) -> Any:
         if self.stamp(names, metadata, leaf=leaf) != stamp:
@@ -212,15 +204,10 @@ class LocalFiles(Root, Files):
         return stamp
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        with self._walk(directory or ".", leaf) as (fd, last, path):
-            found = os.fstat(fd) if last is None else os.stat(last, dir_fd=fd, follow_symlinks=False)
-            files = Snapshot(self, [directory], metadata, leaf=leaf)
-            data = _read_plain(fd, metadata, limit) if last is None else None
-            if path == self.join(directory):
-                self._plain_directories.add(directory)
-        if data is None:
-            # A link, or something that is wrong: the walk down the whole name follows it, or raises the error.
-            data = self.read_whole(os.path.join(directory, metadata), limit=limit, leaf=leaf, bound="Limits.json_bytes")
+        path, found = self.resolve(directory or ".", leaf=leaf)
+        files = Snapshot(self, [directory], metadata, leaf=leaf)
+        name = os.path.join(directory, metadata)
+        data = self.read_whole(name, limit=limit, leaf=leaf, bound="Limits.json_bytes")
         return ArrayDirectory(path, (found.st_dev, found.st_ino), {"driver": "file", "path": path}, data, files)
 
 
@@ -234,16 +221,3 @@ def _look_at(fd: int, path: str, head: int, tail: int) -> Look:
         return Look("file", os.pread(fd, head, 0), last, found.st_size)
     except OSError as error:
         raise io_error(error, "reading its first bytes", path=path) from error
-
-
-def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
-    """Reads a regular file in an open directory, or returns None."""
-    try:
-        with Descriptor(name, FILE_FLAGS, directory=directory) as opened:
-            found = os.fstat(opened.number)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
-                return None
-            data = os.pread(opened.number, found.st_size, 0)
-    except OSError:
-        return None
-    return data if len(data) == found.st_size else None

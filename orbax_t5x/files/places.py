@@ -6,16 +6,17 @@ is also the opening that calls share.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.files.interface import Files
-from orbax_t5x.files.limits import Limits, metadata_budget
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import url_scheme
 from orbax_t5x.registry import Registry
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
     from orbax_t5x.files.transcript import Transcript
 
 _Result = TypeVar("_Result")
+_Opened = TypeVar("_Opened", covariant=True)
 _remote_files = on_demand.function("orbax_t5x.files.remote.remote_files", "RemoteFiles")
 _recorded_files = on_demand.function("orbax_t5x.files.recorded", "RecordedFiles")
+# How long one read of a remote store may take without an answer.
+IO_TIMEOUT_SECS = 60.0
 # Names of files of all formats: no directory is imagined under them.
 FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
 
@@ -126,13 +130,15 @@ class Opening:
     """Servers and buckets of a call.
 
     Attributes:
+      limits: of the files that are opened.
       timeout: seconds that one read of a remote store may take.
       servers: by their URL.
     """
 
-    def __init__(self, timeout: float):
-        self.timeout = timeout
-        self.servers: dict[str, Any] = {}
+    def __init__(self, limits: Limits, servers: dict[str, Any]):
+        self.limits = limits
+        self.timeout = IO_TIMEOUT_SECS
+        self.servers = servers
 
     def close_idle(self) -> None:
         """Closes the connections that no request uses."""
@@ -146,7 +152,7 @@ _TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("orbax_t5x_transcript", 
 
 def current_opening() -> Opening:
     """Returns the opening that runs, or a new opening."""
-    return _OPENING.get() or Opening(Limits().io_timeout_secs)
+    return _OPENING.get() or Opening(Limits(), {})
 
 
 def current_transcript() -> Transcript | None:
@@ -173,23 +179,40 @@ def using(transcript: Transcript) -> Generator[None, None, None]:
 
 @contextmanager
 def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
-    """Shares servers during a call, and calls inside it."""
-    if (entered := _OPENING.get()) is not None:
-        yield entered
-        return
-    limits = limits or Limits()
-    made = Opening(limits.io_timeout_secs)
-    token = _OPENING.set(made)
+    """Shares limits and servers during a call, and calls inside it, which may set other limits."""
+    outer = _OPENING.get()
+    entered = Opening(limits or (outer.limits if outer else Limits()), outer.servers if outer else {})
+    token = _OPENING.set(entered)
     try:
-        with metadata_budget(limits):
-            yield made
+        yield entered
     except BaseException:
-        made.close_idle()
+        if outer is None:
+            entered.close_idle()
         raise
     finally:
         _OPENING.reset(token)
-        for server in made.servers.values():
-            server.forget()
+        if outer is None:
+            for server in entered.servers.values():
+                server.forget()
+
+
+class LimitedOpener(Protocol[_Opened]):
+    """Function that opens a path within limits."""
+
+    def __call__(self, path: str | os.PathLike[str], *, limits: Limits | None = None, **arguments: Any) -> _Opened:
+        """Opens a path; None for the limits of the opening that runs."""
+        ...
+
+
+def within_limits(opener: Callable[..., _Opened]) -> LimitedOpener[_Opened]:
+    """Decorates a function so that the files it opens hold its argument `limits`."""
+
+    @functools.wraps(opener)
+    def opened(path: str | os.PathLike[str], *, limits: Limits | None = None, **arguments: Any) -> _Opened:
+        with opening(limits):
+            return opener(path, **arguments)
+
+    return opened
 
 
 def files_at(path: str) -> Files:
@@ -197,7 +220,9 @@ def files_at(path: str) -> Files:
     if "://" in path and url_scheme(path) is not None:
         return _remote_files(path)
     transcript = _TRANSCRIPT.get()
-    return LocalFiles(path) if transcript is None else _recorded_files(path, transcript)
+    if transcript is not None:
+        return _recorded_files(path, transcript)
+    return LocalFiles(path, limits=current_opening().limits)
 
 
 def open_directory_of(path: str) -> tuple[Files, str]:

@@ -19,6 +19,7 @@ from orbax_t5x.files.interface import ArrayDirectory, Look, Snapshot, Subdirecto
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.local_file import File, FileIdentity, OpenFiles
 from orbax_t5x.files.paths import Descriptor
+from orbax_t5x.files.places import current_opening
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.transcript import Transcript, Viewpoint, same
 from orbax_t5x.files.tree_checks import described_files
@@ -78,7 +79,7 @@ class RecordedFiles(LocalFiles):
     """
 
     def __init__(self, path: str | os.PathLike[str], transcript: Transcript):
-        super().__init__(path)
+        super().__init__(path, limits=current_opening().limits)
         self.transcript = transcript
 
     is_link = _answered(LocalFiles.is_link)
@@ -148,7 +149,7 @@ class RecordedFile(File):
     __slots__ = ("_transcript", "_viewpoint")
 
     def __init__(self, root: LocalFiles, opened: OpenFiles, name: str, found: os.stat_result, transcript: Transcript):
-        super().__init__(root, opened, name, found)
+        super().__init__(root, opened, name, found, root.limits)
         self._transcript = transcript
         # Of a file that another process has measured, until this process has opened it.
         self._viewpoint: Viewpoint | None = transcript.viewpoint

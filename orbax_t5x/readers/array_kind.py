@@ -103,14 +103,12 @@ class StoredChunks:
 
     `Snapshot` notices chunks that are added later.
 
-    A remote store that keeps chunks as files has no list of them: there each chunk of a read is asked for, and one read
-    may have at most `most` of them.
+    A remote store that keeps chunks as files has no list of them: there each chunk of a read is asked for.
     """
 
-    def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...], most: int):
+    def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...]):
         self._cell = cell
         self._grid = grid
-        self._most = most
         self._listed: np.ndarray | None = None
 
     async def find(self, keys: ChunkKeys, names: Callable[[], Awaitable[list[str]]]) -> None:
@@ -120,9 +118,9 @@ class StoredChunks:
 
     def require_few(self, boxes: Sequence[Box], chunk: Sequence[int]) -> None:
         """Refuses boxes of too many chunks without a list."""
-        if (count := count_chunks(boxes, chunk)) > self._most:
+        if (count := count_chunks(boxes, chunk)) > _MOST_REQUESTED_CHUNKS:
             raise LimitExceededError(
-                f"one read has {count} chunks, which the store cannot list, more than Limits.chunks = {self._most}"
+                f"one read has {count} chunks, which the store cannot list, more than {_MOST_REQUESTED_CHUNKS}"
             )
 
     def fill(self, requests: Sequence[Request], value: np.ndarray) -> tuple[list[Request], int]:
@@ -166,6 +164,8 @@ SHARD_ENTRY_BYTES = 16
 # Of all chunks of an array, decoded: larger ones gain nothing from being decoded here.
 SMALL_BYTES = 1 << 18
 _MOST_CHUNKS = 64
+# Of one read, where the store has no list of them: one that is absent may hold the fill value.
+_MOST_REQUESTED_CHUNKS = 1 << 18
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # The bit of a frame's descriptor after which its content's size follows, and those of a dictionary that must be unset.
 _ONE_SEGMENT = 0x20

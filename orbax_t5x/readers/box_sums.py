@@ -23,13 +23,12 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import Snapshot
 from orbax_t5x.files.memory import empty_array
-from orbax_t5x.lazy.box import Box, box_shape, box_size, intersect, slices_within, union_size
+from orbax_t5x.lazy.box import Box, box_shape, box_size, box_text, intersect, slices_within, union_size
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import byte_strides
 from orbax_t5x.readers.ranges.coverage import cover
 from orbax_t5x.readers.ranges.elements import LOW_BITS
-from orbax_t5x.readers.tiling import box_text
 
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.
 _BLOCK_BYTES = 1 << 20
@@ -48,6 +47,11 @@ class BoxSums:
     dtype: str
     boxes: tuple[Box, ...]
     crcs: tuple[int, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the boxes, which are distinct, hold as many elements as the array."""
+        return sum(map(box_size, self.boxes)) == math.prod(self.shape)
 
     @functools.cached_property
     def bases(self) -> tuple[int, ...]:

@@ -13,13 +13,10 @@ import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, given_message
 from orbax_t5x.files.interface import Files, StoredFile
-from orbax_t5x.files.limits import charge_metadata
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 
-# Memory of an error, with its text.
-_ERROR_BYTES = 512
 _UNKNOWN = np.dtype(object)
 
 
@@ -47,7 +44,6 @@ class BrokenLeaf(Leaf):
         """Makes the leaf; `path` is for an error without a file."""
         self.name: str = name
         self.path: str = error.path or path or ""
-        charge_metadata(_ERROR_BYTES, self.path)
         self.shape: tuple[int, ...] = shape
         self.dtype: np.dtype = dtype
         self._kind = type(error)

@@ -8,7 +8,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.places import answered, current_opening, current_transcript, opening, using
+from orbax_t5x.files.places import answered, current_opening, current_transcript, files_at, opening, using
 from orbax_t5x.files.transcript import Transcript, Viewpoint
 from tests.support.bundle_writer import bundle_of
 
@@ -57,11 +57,12 @@ class Server:
         self.calls.append("forget")
 
 
-def test_an_opening_inside_another_is_the_same():
-    with opening(Limits(io_timeout_secs=3)) as outer:
-        assert outer.timeout == 3 and current_opening() is outer
-        with opening(Limits(io_timeout_secs=4)) as inner:
-            assert inner is outer
+def test_an_opening_inside_another_shares_servers_and_has_limits_of_its_own():
+    with opening(Limits(rank=3)) as outer:
+        assert outer.limits.rank == 3 and current_opening() is outer
+        with opening() as inner, opening(Limits(rank=4)) as own:
+            assert inner.limits.rank == 3 and files_at("/").limits is own.limits
+            assert inner.servers is outer.servers is own.servers
         outer.servers["x"] = server = Server()
     assert server.calls == ["forget"] and current_opening() is not outer
 

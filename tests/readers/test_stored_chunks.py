@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.lazy import box_slices
+from orbax_t5x.readers import array_kind
 from orbax_t5x.readers.array_kind import ChunkKeys
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes
 from tests.support.array_strategies import boxes
@@ -196,17 +197,15 @@ def test_files_that_are_no_chunks_are_passed_over(tmp_path):
         np.testing.assert_array_equal(checkpoint.leaves["bad"].get(), expected)
 
 
-def test_a_server_is_asked_for_each_chunk_up_to_the_limit(tmp_path):
+def test_a_server_is_asked_for_each_chunk_up_to_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(array_kind, "_MOST_REQUESTED_CHUNKS", 100)
     grid = T5X(tmp_path, (10**9,), (1,))
     grid.array[3].write(3.0).result()
-    with (
-        serving(grid.path.parent) as store,
-        ot.open_checkpoint(f"{store.url}/checkpoint_1", limits=ot.Limits(chunks=100)) as checkpoint,
-    ):
+    with serving(grid.path.parent) as store, ot.open_checkpoint(f"{store.url}/checkpoint_1") as checkpoint:
         leaf = checkpoint.leaves["bad"]
         np.testing.assert_array_equal(leaf[:50].get(), np.where(np.arange(50) == 3, 3, FILL))
         before = len(store.log)
-        with pytest.raises(ot.errors.LimitExceededError, match=r"leaf 'bad'.*101 chunks.*Limits\.chunks = 100"):
+        with pytest.raises(ot.errors.LimitExceededError, match=r"leaf 'bad'.*101 chunks.*more than 100"):
             leaf[:101].get()
         assert len(store.log) - before <= 1
 

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support import hostile_answers
-
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
@@ -266,8 +264,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_file(data, request, short=3)
         elif fault == "no content range":
             self.send_file(data, request, without_range=True)
-        elif fault in hostile_answers.KINDS:
-            hostile_answers.send(self, fault, data)
         else:
             raise AssertionError(fault)
         return True

@@ -27,12 +27,11 @@ from orbax_t5x.extras.torch_zip.values import (
     describe_value,
     named_object,
 )
-from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.interface import StoredFile
 
 # No name on the list is longer.
 _LONGEST_NAME_BYTES = 256
 _SHOWN_BYTES = 200
-_FILE_BYTES_PER_OBJECT = 16
 _MAX_PROTOCOL = 5
 
 
@@ -47,17 +46,17 @@ class ParsedPickle(NamedTuple):
     storages: dict[str, StorageNode | None]
 
 
-def parse_pickle(data: bytes, path: str, file_bytes: int, limits: Limits) -> Node:
-    """Parses a pickle."""
-    found = parse_next(data, 0, path, file_bytes, limits)
+def parse_pickle(data: bytes, file: StoredFile) -> Node:
+    """Parses a pickle of a file."""
+    found = parse_next(data, 0, file)
     if found.end != len(data):
-        raise CorruptCheckpointError("its pickle does not end with one value", path=path)
+        raise CorruptCheckpointError("its pickle does not end with one value", path=file.path)
     return found.tree
 
 
-def parse_next(data: bytes, at: int, path: str, file_bytes: int, limits: Limits) -> ParsedPickle:
+def parse_next(data: bytes, at: int, file: StoredFile) -> ParsedPickle:
     """Parses the pickle that begins at a byte; see `parse_pickle`."""
-    machine = _Machine(data, path, file_bytes, limits, at)
+    machine = _Machine(data, file, at)
     return ParsedPickle(machine.run(), machine.at, machine.storages)
 
 
@@ -82,8 +81,8 @@ class _Machine(PickleStack):
     # What the pickle does for the first object that is not made.
     _unread = ""
 
-    def __init__(self, data: bytes, path: str, file_bytes: int, limits: Limits, at: int):
-        super().__init__(data, path, file_bytes, limits, at)
+    def __init__(self, data: bytes, file: StoredFile, at: int):
+        super().__init__(data, file, at)
         self.storages: dict[str, StorageNode | None] = {}
 
     @property
@@ -94,7 +93,7 @@ class _Machine(PickleStack):
     def run(self) -> Node:
         """Runs all opcodes; returns the last of the stack."""
         data, opcodes = self._data, _OPCODES
-        for _ in range(self._operations):
+        while True:
             if self._at >= len(data):
                 raise self._ended("its pickle ends before its last opcode")
             code = data[self._at]
@@ -107,8 +106,6 @@ class _Machine(PickleStack):
                     f"its pickle has the opcode {bytes([code])!r} at byte {self._at - 1}, which is none"
                 )
             opcode(self)
-        else:
-            raise self._too_many("operations", self._operations)
         if len(self._stack) != 1 or self._marks:
             raise self._corrupt("its pickle does not end with one value")
         if self._unread and not _has_tensor(self._stack[0]):
@@ -237,7 +234,7 @@ class _Machine(PickleStack):
     def placeholder(self, made: Opaque, what: str) -> None:
         """Pushes a placeholder of an object not made."""
         self._unread = self._unread or what
-        self.make(made, 1 + len(made.what) // _FILE_BYTES_PER_OBJECT)
+        self.make(made)
 
     def new_object(self, pops: int) -> None:
         """Replaces a class and its arguments by a placeholder."""

@@ -28,7 +28,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
-from orbax_t5x.files.places import answered
+from orbax_t5x.files.places import IO_TIMEOUT_SECS, answered
 from orbax_t5x.files.strict_json import parse_object
 
 # Of repositories and revisions that do not exist, or that others may not know of.
@@ -288,7 +288,7 @@ def _ask(wanted: HubPath, path: str) -> list[Any]:
     """Returns a commit with its files' sizes, or None."""
     with typed_hub_errors(path):
         try:
-            data = describe_repository(wanted, Limits().io_timeout_secs, Limits().index_bytes)
+            data = describe_repository(wanted, IO_TIMEOUT_SECS, Limits().index_bytes)
         except Exception as error:  # of whatever library the package uses
             if isinstance(error, CheckpointError) or not is_silence(error):
                 raise

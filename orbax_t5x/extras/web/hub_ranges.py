@@ -37,9 +37,8 @@ from orbax_t5x.extras.web.hub import (
 )
 from orbax_t5x.extras.web.web_response import PAGE_BYTES, WebResponse, content_range, read_answer
 from orbax_t5x.extras.web.web_server import WebClient, WebRequest
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import shared_path
-from orbax_t5x.files.places import Scheme, StoreUrl, answered, lower_scheme
+from orbax_t5x.files.places import IO_TIMEOUT_SECS, Scheme, StoreUrl, answered, lower_scheme
 from orbax_t5x.files.ranges import BoundedRange
 from orbax_t5x.files.remote.responses import (
     PendingResponse,
@@ -291,7 +290,7 @@ def locate(path: str) -> str:
         return _download(path, commit)
     base = f"hf://{wanted.repository}@{commit.revision}"
     probed = next(filter(commit.sizes.get, files), files[0])  # of an empty file there is no range
-    if not HubServer(base, ResponseClock(Limits().io_timeout_secs)).takes_ranges(probed):
+    if not HubServer(base, ResponseClock(IO_TIMEOUT_SECS)).takes_ranges(probed):
         _logger.warning("%s: the hub answers no byte ranges; the files are downloaded whole", path)
         return _download(path, commit)
     return f"{base}/{wanted.file}" if wanted.file else base

@@ -95,7 +95,7 @@ class WebRequest(PendingResponse):
     def _end_late(self) -> None:
         """Raises the last failure if no time is left for an attempt."""
         if self._failure is not None and self._clock.seconds_left(self._begun) <= 0:
-            limit = f"{self._clock.timeout:g} s (Limits.io_timeout_secs)"
+            limit = f"{self._clock.timeout:g} s"
             raise RequestError(f"{self._failure}; tried for {limit}", self._failure.kind) from self._failure
 
     def result(self, timeout: float | None = None) -> Response | None:

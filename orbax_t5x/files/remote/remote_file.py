@@ -24,6 +24,7 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.ranges import REQUESTS_AT_ONCE, BoundedRange
 from orbax_t5x.files.remote.responses import NO_VERSION, BeyondEndError, Response, Version
 from orbax_t5x.files.remote.server import PendingRead, ReadAheadBudget, Server
@@ -55,7 +56,9 @@ class RemoteFile:
 
     is_remote = True
 
-    def __init__(self, server: Server, key: str, name: str, version: Version, require_open: Callable[[], None]):
+    def __init__(
+        self, server: Server, key: str, name: str, version: Version, require_open: Callable[[], None], limits: Limits
+    ):
         self._server = server
         self._key = key
         self._version = version
@@ -66,6 +69,7 @@ class RemoteFile:
         self._lock = threading.Lock()
         self._version_lock = threading.Lock()
         self.name: str = name
+        self.limits: Limits = limits
         self.path: str = server.url(key)
         self.require_open: Callable[[], None] = require_open
 
@@ -307,7 +311,7 @@ class RemoteFile:
         viewpoint, there = self._viewpoint, self._size
         if viewpoint is None or there is None:
             return
-        here = RemoteFile(self._server, self._key, self.name, self._version, self.require_open).size
+        here = RemoteFile(self._server, self._key, self.name, self._version, self.require_open, self.limits).size
         if here != there:
             raise self._other_size(viewpoint, here, there, leaf)
 

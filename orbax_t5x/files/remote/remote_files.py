@@ -15,7 +15,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.files.paths import split_name
-from orbax_t5x.files.places import FILE_SUFFIXES
+from orbax_t5x.files.places import FILE_SUFFIXES, current_opening
 from orbax_t5x.files.ranges import ANYONE, BoundedRange, ReadContext
 from orbax_t5x.files.remote.remote_file import RemoteFile
 from orbax_t5x.files.remote.responses import RequestKind, Version, remote_error
@@ -45,6 +45,7 @@ class RemoteFiles(Files):
     def __init__(self, url: str):
         """Sends no request."""
         self.server, parsed = connect(url)
+        self.limits = current_opening().limits
         self.can_list = self.server.can_list
         self._key = parsed.key
         self._is_named_directory = parsed.is_directory
@@ -194,7 +195,7 @@ class RemoteFiles(Files):
             if (refusal := self.server.refused.get(key)) is not None:
                 raise remote_error(refusal, "reading its status", path=path, leaf=leaf) from refusal
             raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
-        return RemoteFile(self.server, key, name, found, self.require_open)
+        return RemoteFile(self.server, key, name, found, self.require_open, self.limits)
 
     def require_open(self) -> None:
         if self._is_closed:

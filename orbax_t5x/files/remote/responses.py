@@ -167,7 +167,7 @@ class ResponseClock:
 
     def timeout_text(self) -> str:
         """Returns the reason for giving up a request, for an error."""
-        return f"no answer for {self.timeout:g} s (Limits.io_timeout_secs)"
+        return f"no answer for {self.timeout:g} s"
 
 
 class Response(NamedTuple):

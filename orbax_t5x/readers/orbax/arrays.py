@@ -20,7 +20,6 @@ import tensorstore as ts
 from orbax_t5x.concurrency import OnceEach, waiting_pool
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from orbax_t5x.files.interface import Files, Snapshot
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.ranges import BoundedRange, ReadContext
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.array_kind import ArrayKind
@@ -135,7 +134,6 @@ class ItemArrays:
     sums: Mapping[str, Any]
     values: OcdbtValues | TensorStoreValues | None
     context: ts.Context
-    limits: Limits
     kinds: OnceEach[bytes, ArrayKind] = dataclasses.field(default_factory=OnceEach[bytes, ArrayKind])
 
     @property
@@ -164,14 +162,14 @@ class ItemArrays:
                 directories = [inside(self.name, array_key(node.param)) for node in some]
                 files = [inside(directory, self.array_metadata) for directory in directories]
                 self.root.stat_ahead(files)
-                self.root.read_ahead(files, limit=self.limits.json_bytes)
+                self.root.read_ahead(files, limit=self.root.limits.json_bytes)
             yield from waiting_pool().map(self._leaf, some)
 
     def _leaf(self, node: NodeMetadata) -> Leaf:
         """Makes the leaf of an array, broken if it cannot be read."""
         try:
             array, files = self._array(node)
-            self.limits.require_shape(array.kind.shape, array.kind.dtype)
+            self.root.limits.require_shape(array.kind.shape, array.kind.dtype)
             return chunked_leaf(
                 node.name,
                 self.directory,
@@ -182,7 +180,6 @@ class ItemArrays:
                 sums=self.sums.get(node.param),
                 inline_bytes=0 if self.database is None else _INLINE_BYTES,
                 files=files,
-                limits=self.limits,
             )
         except CheckpointError as error:
             return BrokenLeaf(node.name, error, self.directory)
@@ -193,7 +190,7 @@ class ItemArrays:
 
     def _array(self, node: NodeMetadata) -> tuple[FetchedArray, Snapshot]:
         """Finds an array and its files; they are seen before its metadata."""
-        key, limit = array_key(node.param), self.limits.json_bytes
+        key, limit = array_key(node.param), self.root.limits.json_bytes
         if self.database is not None and self.values is not None:
             values, files = self.values, self.database
         elif self.kvstore is not None and key.lower() in _ENCODED_DOTS:

@@ -5,7 +5,7 @@ Orbax does not read this file.
 It is written by this package's saves. One JSON object: `version` (1), `leaves`, and `crc32c`, the checksum of `leaves`
 as compact JSON with sorted keys. `leaves` maps the key under which Orbax stores a leaf to its `shape`, its `dtype`,
 the `boxes` of the array as lists of start and stop of each dimension in turn, and the `crc32c` of each box (see
-`readers.box_sums`). Boxes tile the array. A string has the dtype "string", no dimension and one box.
+`readers.box_sums`). A string has the dtype "string", no dimension and one box.
 
 Nothing in the file decides what is read: the worst that a hostile one can do is to call good data damaged, or, beside
 data that its author changed as well, to be no witness. It finds damage, not forgery.
@@ -19,13 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CheckpointIOError,
-    CorruptCheckpointError,
-    LimitExceededError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
@@ -34,7 +28,6 @@ from orbax_t5x.lazy.box import Box, box_size
 from orbax_t5x.lazy.leaf import Checksums, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
-from orbax_t5x.readers.tiling import check_tiling
 from orbax_t5x.text.wording import listed
 
 STRING = "string"
@@ -45,17 +38,15 @@ _LEAF_KEYS = frozenset({"shape", "dtype", "boxes", "crc32c"})
 # More names than this in one error hide the first.
 _SHOWN_NAMES = 5
 _MAX_CRC = (1 << 32) - 1
-# Steps in which the boxes of all leaves together may be compared; Orbax writes even grids, which take none.
-MAX_TILING_STEPS = 20_000_000
 
 
-def read_item_sums(
-    root: Files, name: str, params: Sequence[str], limits: Limits
-) -> Mapping[str, BoxSums | CheckpointError]:
+def read_item_sums(root: Files, name: str, params: Sequence[str]) -> Mapping[str, BoxSums | CheckpointError]:
     """Reads the checksums of an item's leaves, or why they are unusable."""
     path = root.join(name)
     try:
-        leaves = parse_checksums(root.read_whole(name, limit=limits.index_bytes), path, limits)
+        leaves = parse_checksums(root.read_whole(name, limit=root.limits.index_bytes), path, root.limits)
+        if partial := [param for param, sums in leaves.items() if not sums.is_complete]:
+            raise CorruptCheckpointError(f"the boxes of {_listed(partial)} do not tile the array", path=path)
     except CheckpointIOError:
         raise
     except CheckpointError as error:
@@ -92,7 +83,7 @@ def _compact(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = True) -> dict[str, BoxSums]:
+def parse_checksums(data: bytes, path: str, limits: Limits) -> dict[str, BoxSums]:
     """Parses a file of checksums by the leaves' stored keys."""
     parsed = parse_object(data, path)
     version = parsed.get("version")
@@ -101,8 +92,7 @@ def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = 
     leaves = parsed.get("leaves")
     if parsed.keys() != _KEYS or version != _VERSION or type(version) is not int or not isinstance(leaves, dict):
         raise CorruptCheckpointError("it is no object of version, leaves and crc32c", path=path)
-    if len(leaves) > limits.entries:
-        raise LimitExceededError(f"{len(leaves)} leaves, more than Limits.entries = {limits.entries}", path=path)
+    limits.require_entries(len(leaves), path)
     found = CRC32C.extend(0, _compact(leaves))
     if type(parsed["crc32c"]) is not int or parsed["crc32c"] != found:
         raise CorruptCheckpointError(
@@ -110,15 +100,9 @@ def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = 
             path=path,
         )
     sums: dict[str, BoxSums] = {}
-    steps = MAX_TILING_STEPS
     for name, entry in leaves.items():
         try:
-            own = sums[name] = _parse_sums(entry, limits)
-            if complete:
-                tiling = check_tiling(own.shape, own.boxes, steps)
-                steps -= tiling.steps
-                if tiling.problem is not None:
-                    raise ValueError(f"the boxes do not tile the array: {tiling.problem}")
+            sums[name] = _parse_sums(entry, limits)
         except ValueError as fault:
             raise CorruptCheckpointError(f"the entry of {name[:200]!r}: {fault}", path=path) from None
     return sums

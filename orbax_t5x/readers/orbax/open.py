@@ -28,10 +28,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.interface import Files
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import LEADS_OUT, is_name
-from orbax_t5x.files.places import answered, files_at
-from orbax_t5x.files.strict_json import charge_parsed, parse_object
+from orbax_t5x.files.places import answered, files_at, within_limits
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.checkpoint import Checkpoint
@@ -81,7 +80,8 @@ _NO_NUMBERS = np.dtype(object)
 _logger = logging.getLogger(__name__)
 
 
-def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
+@within_limits
+def open_orbax(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint:
     """Opens a root (its newest step), a step or an item."""
     files = files_at(os.fspath(path))
     directory = files.path
@@ -90,7 +90,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
             "an unfinished save: Orbax renames this directory when it is done", path=directory
         )
     if files.has_file(METADATA_FILE) or files.has_file(MANIFEST_FILE) or is_early_item(files):
-        return _open_single_item(files_at(directory), limits, item)
+        return _open_single_item(files_at(directory), item)
     if not is_step_directory(directory):
         steps = (step for step in newest_first(directory) if not is_t5x_step(os.path.join(directory, step.name)))
         newest = newest_directory(directory, steps)
@@ -100,13 +100,13 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
             )
         directory = newest
         if is_item(directory):
-            opened = _open_single_item(files_at(directory), limits, item)
+            opened = _open_single_item(files_at(directory), item)
             opened.step = step_of_name(os.path.basename(directory))
             return opened
-    return _open_step(files_at(directory), limits, item)
+    return _open_step(files_at(directory), item)
 
 
-def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpoint:
+def _open_single_item(files: Files, item: str | None) -> Checkpoint:
     """Opens an item by its own path."""
     directory = files.path
     parent, name = os.path.split(directory)
@@ -118,12 +118,12 @@ def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpo
     in_step = is_file(parent, STEP_METADATA_FILE) or step_name.isdecimal()
     if in_step and deleted_item(parent) == name:
         raise _being_deleted(directory)
-    opened = _OrbaxOpening(files, limits)
+    opened = _OrbaxOpening(files)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
 
-def _open_step(root: Files, limits: Limits, item: str | None) -> Checkpoint:
-    opened = _OrbaxOpening(root, limits)
+def _open_step(root: Files, item: str | None) -> Checkpoint:
+    opened = _OrbaxOpening(root)
     if item is not None and root.is_remote and is_name(item) and is_item(root.join(item)):
         return opened.checkpoint({item: ""}, step=step_of_name(os.path.basename(root.path)), items=[item])
     names = item_names(root.path)
@@ -202,23 +202,20 @@ def _no_items(root: Files, step_metadata: Mapping[str, Any]) -> CheckpointError:
     return CheckpointNotFoundError("no item of this step holds arrays", path=root.path)
 
 
-def read_step_metadata(root: Files, limits: Limits) -> dict[str, Any]:
+def read_step_metadata(root: Files) -> dict[str, Any]:
     """Reads `_CHECKPOINT_METADATA`, or returns {}; imports no handlers."""
     try:
-        data = root.read_whole(STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
+        data = root.read_whole(STEP_METADATA_FILE, limit=root.limits.json_bytes, bound="Limits.json_bytes")
     except CheckpointNotFoundError:
         return {}
-    parsed = parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
-    charge_parsed(parsed, root.path)
-    return parsed
+    return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
 
 
 class _OrbaxOpening:
     """A checkpoint during its opening."""
 
-    def __init__(self, root: Files, limits: Limits):
+    def __init__(self, root: Files):
         self._root = root
-        self._limits = limits
         self._context = make_context()
         self._aggregates: dict[str, Any] = {}
         self._leaves: dict[str, Leaf] = {}
@@ -228,8 +225,8 @@ class _OrbaxOpening:
         if root.is_remote:
             names = [STEP_METADATA_FILE, METADATA_FILE]
             found = [name for name, is_there in zip(names, root.has_files(names), strict=True) if is_there]
-            root.read_ahead(found, limit=limits.index_bytes)
-        self.step_metadata = read_step_metadata(root, limits)
+            root.read_ahead(found, limit=root.limits.index_bytes)
+        self.step_metadata = read_step_metadata(root)
 
     def checkpoint(
         self,
@@ -282,7 +279,7 @@ class _OrbaxOpening:
         if is_early_item(self._root, item):
             metadata = self._aggregate(item).metadata()
         else:
-            metadata = read_item_metadata(self._root, item, self._limits)
+            metadata = read_item_metadata(self._root, item)
         self._bytes += metadata.nbytes
         directory = self._root.locate(item) if item else self._root.path
         files = find_item_files(self._root, item)
@@ -295,20 +292,20 @@ class _OrbaxOpening:
         if ocdbt and files.manifest:
             database = database_files(self._root, item, files)
             try:
-                values = OcdbtValues(self._root, item, self._limits)
+                values = OcdbtValues(self._root, item)
             except (UnsupportedCheckpointError, LimitExceededError):  # TensorStore may read it
                 if (kvstore := self._root.kvstore(item)) is None:
                     raise
                 values = TensorStoreValues(kvstore, directory, self._context)
                 answered(["database", directory], values.check)
-        impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
+        impls = read_prng_impls(self._root, item, files.array_metadatas)
         # The first versions told strings by their file alone.
         texts = [node.param for node in metadata.nodes if node.value_type in ("string", UNTYPED)]
-        strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
+        strings = read_strings(self._root, item, texts) if files.strings else {}
         sums: Mapping[str, Any] = {}
         if files.checksums:
             params = [node.param for node in metadata.nodes if not node.is_empty]
-            sums = _read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params, self._limits)
+            sums = _read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params)
         self._sequences.update(prefix + name if name else prefix.rstrip("/") for name in metadata.sequences)
         arrays = []
         for node in metadata.nodes:
@@ -322,9 +319,7 @@ class _OrbaxOpening:
             else:
                 arrays.append(node._replace(name=name))
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
-        opener = ItemArrays(
-            *(self._root, item, directory, database, metadata, impls, sums, values), *(self._context, self._limits)
-        )
+        opener = ItemArrays(*(self._root, item, directory, database, metadata, impls, sums, values), self._context)
         for leaf in opener.open(arrays):
             self._leaves[leaf.name] = leaf
         return {
@@ -338,7 +333,7 @@ class _OrbaxOpening:
     def _aggregate(self, item: str) -> Any:
         """Opens an early Orbax item's msgpack file once."""
         if item not in self._aggregates:
-            aggregate = self._aggregates[item] = _aggregate(self._root, item, self._limits)
+            aggregate = self._aggregates[item] = _aggregate(self._root, item)
             self._bytes += aggregate.index_bytes
         return self._aggregates[item]
 
@@ -372,7 +367,7 @@ class _OrbaxOpening:
             if dtype == _NO_NUMBERS:
                 continue
             full_name = prefix + name
-            if dtype is None or len(shape) > self._limits.rank:
+            if dtype is None or len(shape) > self._root.limits.rank:
                 raise CorruptCheckpointError(
                     f"the record of skipped leaves has shape {shape} and dtype {dtype_name[:200]!r}",
                     path=directory,
@@ -380,7 +375,7 @@ class _OrbaxOpening:
                 )
             self._empties.pop(full_name, None)
             try:
-                self._limits.require_shape(shape, dtype)
+                self._root.limits.require_shape(shape, dtype)
                 self._leaves[full_name] = EmptyLeaf(full_name, directory, shape, dtype)
             except CheckpointError as error:
                 self._leaves[full_name] = BrokenLeaf(full_name, error, directory)

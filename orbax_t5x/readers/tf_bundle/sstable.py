@@ -20,13 +20,14 @@ import cramjam
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import StoredFile
-from orbax_t5x.files.limits import Limits
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 _FOOTER_BYTES = 48
 # Behind each block: one byte for the compression, four of checksum.
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
+# Writers make blocks of 256 KiB; a longer one only takes memory.
+_MOST_BLOCK_BYTES = 64 << 20
 # Ten groups of seven bits hold 64.
 _MAX_VARINT_BYTES = 10
 _MASK_DELTA = 0xA282EAD8
@@ -84,14 +85,12 @@ def is_table(file: StoredFile) -> bool:
 class Table:
     """Open table that reads its blocks as they are iterated."""
 
-    def __init__(self, file: StoredFile, limits: Limits):
+    def __init__(self, file: StoredFile):
         self._file = file
-        self._limits = limits
-        if file.size > limits.index_bytes:
-            raise LimitExceededError(
-                f"the index has {file.size} bytes, the limit is {limits.index_bytes} (Limits.index_bytes)",
-                path=file.path,
-            )
+        # What the file, and what blocks and their keys may take: snappy makes blocks longer, shared beginnings keys.
+        self._left = file.limits.index_bytes
+        self._take(file.size)
+        self._left = file.limits.index_bytes
         if file.size < _FOOTER_BYTES:
             raise self._corrupt(f"not an SSTable: {file.size} bytes are less than its footer has")
         footer = bytes(file.read(file.size - _FOOTER_BYTES, _FOOTER_BYTES))
@@ -107,21 +106,22 @@ class Table:
         self._end = file.size - _FOOTER_BYTES
         self._check(meta)
         self._check(index)
-        self._decompressed = 0
         self._blocks = self._read_index(index, meta)
 
     def _corrupt(self, message: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(message, path=self._file.path)
 
+    def _take(self, nbytes: int) -> None:
+        """Counts bytes of blocks or keys."""
+        self._left -= nbytes
+        if self._left < 0:
+            message = f"the index has more bytes than Limits.index_bytes = {self._file.limits.index_bytes}"
+            raise LimitExceededError(message, path=self._file.path)
+
     def _check(self, handle: _Handle) -> None:
         if handle.stop > self._end:
             raise self._corrupt(
                 f"a block of {handle.size} bytes at {handle.offset} reaches beyond the footer at {self._end}"
-            )
-        if handle.size > self._limits.block_bytes:
-            raise LimitExceededError(
-                f"a block of {handle.size} bytes, the limit is {self._limits.block_bytes} (Limits.block_bytes)",
-                path=self._file.path,
             )
 
     def _read_index(self, index: _Handle, meta: _Handle) -> list[tuple[bytes, _Handle]]:
@@ -168,12 +168,7 @@ class Table:
                 f"the block at {handle.offset} has compression {kind}; 0 (none) and 1 (snappy) can be read",
                 path=self._file.path,
             )
-        self._decompressed += len(block)
-        if self._decompressed > self._limits.index_bytes:
-            raise LimitExceededError(
-                f"the index unpacks to more than {self._limits.index_bytes} bytes (Limits.index_bytes)",
-                path=self._file.path,
-            )
+        self._take(len(block))
         return block
 
     def _decompress(self, stored: bytes, handle: _Handle) -> bytes:
@@ -181,10 +176,9 @@ class Table:
             size, _ = read_varint(stored, 0, len(stored))
         except BadVarint:
             raise self._corrupt(f"the snappy block at {handle.offset} has no length") from None
-        if size > self._limits.block_bytes:
+        if size > _MOST_BLOCK_BYTES:
             raise LimitExceededError(
-                f"the block at {handle.offset} unpacks to {size} bytes, the limit is {self._limits.block_bytes}"
-                " (Limits.block_bytes)",
+                f"the block at {handle.offset} unpacks to {size} bytes, the limit is {_MOST_BLOCK_BYTES}",
                 path=self._file.path,
             )
         # Three bytes make at most 64: a length beyond that is false and would only allocate memory.
@@ -232,10 +226,7 @@ class Table:
                     restart = next(pending, -1)
                 if shared > len(key) or unshared + size > end - at:
                     raise self._corrupt(f"an entry of {where} at byte {start} reaches outside of it")
-                if shared + unshared > self._limits.name_bytes:
-                    raise self._corrupt(
-                        f"a key of {shared + unshared} bytes; {self._limits.name_bytes} are allowed (Limits.name_bytes)"
-                    )
+                self._take(shared)
                 key = key[:shared] + block[at : at + unshared]
                 at += unshared
                 yield key, block[at : at + size]

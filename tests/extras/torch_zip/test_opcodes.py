@@ -6,7 +6,7 @@ import itertools
 import os
 import pickle
 import random
-from types import NoneType
+from types import NoneType, SimpleNamespace
 
 import pytest
 
@@ -21,7 +21,7 @@ PICKLES = 500
 
 
 def parsed(data, **limits):
-    return parse_pickle(data, "file", len(data), Limits(**limits))
+    return parse_pickle(data, SimpleNamespace(path="file", limits=Limits(**limits)))
 
 
 DATA = {dict, OrderedNode, list, Tuple, TensorNode, StorageNode, Name, Opaque, str, bytes, bool, int, float, NoneType}

@@ -202,7 +202,7 @@ def test_the_list_of_files_is_bounded(commits, monkeypatch):
 
 
 def test_a_hub_that_does_not_answer(commits, monkeypatch):
-    monkeypatch.setattr(hub_module, "Limits", lambda: ot.Limits(io_timeout_secs=0.3))
+    monkeypatch.setattr(hub_module, "IO_TIMEOUT_SECS", 0.3)
     commits.fault = lambda request: "stall"
     with pytest.raises(ConnectionError):
         find_commit(parse_hub_path("hf://google/tiny"))

@@ -161,7 +161,7 @@ def unreachable(hub):
 @contextlib.contextmanager
 def silent(hub):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub_module, "Limits", lambda: ot.Limits(io_timeout_secs=0.3))
+        patch.setattr(hub_module, "IO_TIMEOUT_SECS", 0.3)
         hub.fault = lambda request: "stall"
         yield
     hub.fault = lambda request: None

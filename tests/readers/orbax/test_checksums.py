@@ -5,6 +5,7 @@ import shutil
 
 import google_crc32c
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
@@ -114,3 +115,14 @@ def test_a_hostile_file_of_checksums_is_a_typed_error_and_never_ok(tmp_path, dat
 def test_a_later_version_is_unsupported():
     with pytest.raises(UnsupportedCheckpointError, match="version is 2"):
         parse_checksums(sealed_file({}, version=2), "file", Limits())
+
+
+def test_data_without_a_checksum_is_said_to_have_none(tmp_path):
+    """Nothing tells a flipped bit in what stock Orbax wrote; a restore says that it verified nothing."""
+    value = np.arange(64, dtype=np.float32)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(tmp_path / "item", args=ocp.args.PyTreeSave({"a": value}))
+    plan = ot.plan_restore(tmp_path / "item", None)
+    assert np.array_equal(plan.execute()["a"], value)
+    report = plan.report
+    assert report is not None and report.without_checksum == ("a",) and report.verified == ()
