@@ -23,7 +23,7 @@ from orbax_t5x import on_demand
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
 from orbax_t5x.files.interface import Files, Snapshot
-from orbax_t5x.files.memory import empty_array
+from orbax_t5x.files.memory import empty_array, naming_memory_errors
 from orbax_t5x.lazy.box import Box, box_size, box_slices
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
@@ -39,6 +39,8 @@ _box_checksums: Callable[..., Checksums] = on_demand.function("orbax_t5x.readers
 _sums_of: Callable[..., Iterator[ChecksummedRange]] = on_demand.function("orbax_t5x.readers.box_sums", "sums_of")
 # TensorStore decodes a chunk as a whole, and ends the process where the memory for it cannot be had.
 _MOST_CHUNK_BYTES = 2 << 30
+# Of more, the memory is tried first: the chunk, and what gzip decompresses ahead of it.
+_TRIED_BYTES, _DECODING_COPIES = 256 << 20, 1.25
 # A shard of zarr v3 begins or ends with two numbers of eight bytes for each of its chunks, which are read whole.
 _SHARD_INDEX_BYTES = 16
 
@@ -222,6 +224,9 @@ class TensorStoreLeaf(Leaf):
     async def _read_requests(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Reads all boxes at once if memory allows, else by chunk."""
         chunks, decoding = self.chunks or (), stats.decoding
+        if self._chunk_bytes > _TRIED_BYTES:
+            with naming_memory_errors(self.path, self.name):
+                np.empty(int(_DECODING_COPIES * self._chunk_bytes), np.uint8)
         array = self._opened()
         if isinstance(array, FetchedArray):
             absent = await array.read(requests, self.name, decoding, is_near=self._root.is_near)

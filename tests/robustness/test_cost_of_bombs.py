@@ -62,7 +62,9 @@ def long_key(directory: Path) -> None:
     """A key of 100 KB above as many values."""
     (directory / "config.json").write_text("{}")
     key = b"\xdb" + struct.pack(">I", 100_000) + b"k" * 100_000
-    (directory / "flax_model.msgpack").write_bytes(b"\x81" + key + b"\xdd" + struct.pack(">I", 100_000) + bytes(100_000))
+    (directory / "flax_model.msgpack").write_bytes(
+        b"\x81" + key + b"\xdd" + struct.pack(">I", 100_000) + bytes(100_000)
+    )
 
 
 def shared_keys(directory: Path) -> None:

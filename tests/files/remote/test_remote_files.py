@@ -33,7 +33,7 @@ def test_whole_files_have_a_limit(store):
         assert len(store.log) == 3
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "%2e%2e/x", "a\\b", "a\0b"])
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "a\\b", "a\0b"])
 def test_names_stay_below_the_root(store, name):
     store.forget()
     with opening(Limits()):
