@@ -77,7 +77,6 @@ def _has_tensor(tree: Node) -> bool:
 class _Machine(PickleStack):
     """Stack that runs a pickle's opcodes."""
 
-    _is_old = False
     # What the pickle does for the first object that is not made.
     _unread = ""
 
@@ -102,16 +101,13 @@ class _Machine(PickleStack):
                 break
             opcode = opcodes.get(code)
             if opcode is None:
-                raise self._corrupt(
-                    f"its pickle has the opcode {bytes([code])!r} at byte {self._at - 1}, which is none"
-                )
+                message = f"its pickle has the opcode {bytes([code])!r} at byte {self._at - 1}, which is not read"
+                raise UnsupportedCheckpointError(message, path=self._path)
             opcode(self)
         if len(self._stack) != 1 or self._marks:
             raise self._corrupt("its pickle does not end with one value")
         if self._unread and not _has_tensor(self._stack[0]):
             raise self._unsafe(f"{self._unread}, and no tensor is beside that")
-        if self._is_old:
-            raise UnsupportedCheckpointError("its pickle is of protocol 0, and torch.save writes 2", path=self._path)
         return self._stack[0]
 
     # -- values
@@ -151,8 +147,6 @@ class _Machine(PickleStack):
 
     def append(self, values: list[Any]) -> None:
         """Appends to the list on top."""
-        if self._is_old:
-            return
         if isinstance(top := self.top(), Opaque):
             return
         if type(top) is not list:
@@ -161,8 +155,6 @@ class _Machine(PickleStack):
 
     def set_items(self, values: list[Any]) -> None:
         """Sets items of the dict on top."""
-        if self._is_old:
-            return
         top = self.top()
         if isinstance(top, Opaque):
             return
@@ -179,28 +171,6 @@ class _Machine(PickleStack):
             if name in top:
                 raise self._corrupt(f"the key {name[:_SHOWN_BYTES]!r} is twice in one dict")
             top[name] = value
-
-    # -- protocol 0, of which only what calls something is looked for
-
-    def old_line(self) -> None:
-        """Skips a line; pushes None."""
-        end = self._data.find(b"\n", self._at)
-        if end < 0:
-            raise self._ended(f"its pickle has a line at byte {self._at} that does not end")
-        self._at = end + 1
-        self._is_old = True
-        self.push(None)
-
-    def old_put(self) -> None:
-        """Skips a memo number."""
-        self.old_line()
-        self.pop()
-
-    def old_container(self) -> None:
-        """Skips the values of a list or dict."""
-        self.pop_mark()
-        self._is_old = True
-        self.push(None)
 
     # -- names, and what they make
 
@@ -351,9 +321,6 @@ _OPCODES: dict[int, _Opcode] = {
     ord("R"): lambda m: m.reduce(),
     ord("b"): lambda m: m.build(),
     ord("Q"): lambda m: m.persistent(),
-    **{code: lambda m: m.old_line() for code in b"SVILFg"},
-    **{code: lambda m: m.old_container() for code in b"ld"},
-    ord("p"): lambda m: m.old_put(),
     ord("P"): lambda m: m.refuse("PERSID"),
     ord("i"): lambda m: m.refuse("INST"),
     ord("o"): lambda m: m.refuse("OBJ"),

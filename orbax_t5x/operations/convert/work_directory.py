@@ -15,7 +15,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 import stat
 import uuid
@@ -30,7 +29,7 @@ _logger = logging.getLogger(__name__)
 WORK_SUFFIX = ".orbax-t5x-convert"
 """Suffix of the names of work directories."""
 _REPLACED = "replaced"
-_OWNER, _OWNER_DIGITS = "owner", 32
+_OWNER = "owner"
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -63,11 +62,8 @@ class WorkDirectory:
     def owner(self) -> str:
         """Returns the name under which this directory owns objects elsewhere."""
         path = self.path / _OWNER
-        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-            owner = file.read(_OWNER_DIGITS + 1)
-            if not re.fullmatch(rb"[0-9a-f]{%d}" % _OWNER_DIGITS, owner):
-                raise _is_taken(str(self._target), f"{path} is not of a conversion; if none runs, remove {self.path}")
-            return owner.decode()
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_text("ascii")
         owner = uuid.uuid4().hex
         path.write_text(owner, "ascii")
         sync_path(path)
@@ -123,15 +119,12 @@ def _lock(path: Path, name: str) -> Descriptor:
             path.mkdir(stat.S_IRWXU)
         except FileExistsError:
             is_new = False
-        foreign = f"{path} is not a work directory of this user's conversions; remove it or choose another destination"
         try:
             lock = Descriptor(path, _OPEN_FLAGS)
         except FileNotFoundError:
             continue  # another conversion has just ended
         except OSError as error:
-            raise _is_taken(name, foreign) from error
-        if os.fstat(lock.number).st_uid != os.geteuid():
-            raise _is_taken(name, foreign)
+            raise _is_taken(name, f"{path} is no work directory of a conversion; remove it or choose another destination") from error
         try:
             fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

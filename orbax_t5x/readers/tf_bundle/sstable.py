@@ -3,14 +3,11 @@
 The index of a TensorFlow bundle is such a table. A table is blocks of sorted, prefix-compressed entries, an index block
 with their offsets, and a footer with where that is. Everything is proven before it is used: a length is compared with
 the file and the limits before anything is allocated, each block is read once and its checksum holds, blocks follow one
-another, keys ascend strictly through the whole table, and every restart point is an entry. One block is in memory at a
-time. A table that breaks a rule gives no entries beyond the breach: readers that seek through such a table would
-silently miss some.
+another, and keys ascend strictly through the whole table. One block is in memory at a time.
 """
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -124,15 +121,11 @@ class Table:
                 f"a block of {handle.size} bytes at {handle.offset} reaches beyond the footer at {self._end}"
             )
 
-    def _read_index(self, index: _Handle, meta: _Handle) -> list[tuple[bytes, _Handle]]:
-        """Reads the separator key and handle of each data block."""
-        blocks: list[tuple[bytes, _Handle]] = []
+    def _read_index(self, index: _Handle, meta: _Handle) -> list[_Handle]:
+        """Reads the handle of each data block."""
+        blocks: list[_Handle] = []
         reached = 0
-        last = b""
-        for key, value in self._entries(index, self._read_block(index)):
-            if blocks and key <= last:
-                raise self._corrupt("the keys of the index block do not ascend")
-            last = key
+        for _, value in self._entries(index, self._read_block(index)):
             try:
                 handle, at = _read_handle(value, 0, len(value))
             except BadVarint:
@@ -146,7 +139,7 @@ class Table:
             if not apart:
                 raise self._corrupt(f"the block at {handle.offset} begins inside another one, or before it")
             reached = handle.stop
-            blocks.append((key, handle))
+            blocks.append(handle)
         return blocks
 
     def _read_block(self, handle: _Handle) -> bytes:
@@ -201,13 +194,8 @@ class Table:
             raise self._corrupt(f"{where} has no restart points")
         (count,) = struct.unpack_from("<I", block, len(block) - 4)
         end = len(block) - 4 - 4 * count
-        if not count or end < 0:
+        if end < 0:
             raise self._corrupt(f"{where} of {len(block)} bytes claims {count} restart points")
-        restarts = struct.unpack_from(f"<{count}I", block, end)
-        if restarts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(restarts)):
-            raise self._corrupt(f"the restart points of {where} do not ascend from 0")
-        pending = iter(restarts)
-        restart = next(pending)
         at = 0
         key = b""
         try:
@@ -220,10 +208,6 @@ class Table:
                     shared, at = read_varint(block, at, end)
                     unshared, at = read_varint(block, at, end)
                     size, at = read_varint(block, at, end)
-                if start == restart:
-                    if shared:
-                        raise self._corrupt(f"an entry at a restart point of {where} continues another key")
-                    restart = next(pending, -1)
                 if shared > len(key) or unshared + size > end - at:
                     raise self._corrupt(f"an entry of {where} at byte {start} reaches outside of it")
                 self._take(shared)
@@ -233,21 +217,13 @@ class Table:
                 at += size
         except BadVarint:
             raise self._corrupt(f"an entry of {where} has no proper lengths") from None
-        if restart != -1 and not (restart == 0 and end == 0):
-            raise self._corrupt(f"a restart point of {where} is no entry: {restart}")
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields all (key, value) of the table, strictly ascending."""
         last: bytes | None = None
-        separator: bytes | None = None
-        for block_separator, handle in self._blocks:
+        for handle in self._blocks:
             for key, value in self._entries(handle, self._read_block(handle)):
                 if last is not None and key <= last:
                     raise self._corrupt(f"the key {key[:80]!r} does not come after {last[:80]!r}")
-                if separator is not None and key <= separator:
-                    raise self._corrupt(f"the key {key[:80]!r} is in a block that begins after it")
                 last = key
                 yield key, value
-            if last is not None and last > block_separator:
-                raise self._corrupt(f"the key {last[:80]!r} is in a block that ends before it")
-            separator = block_separator

@@ -122,15 +122,11 @@ def test_the_name_is_said(module, text, said):
         parsed(pickled({"w": call(name(module, text), "touch executed")}))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"cos\nsystem\n(S'touch executed'\ntR.", b"(S'touch executed'\nios\nsystem\n.", b"(I1\nVx\ndp0\n(lp1\ng0\nPx\n."],
-)
-def test_protocol_0(data):
+def test_protocol_0():
     with pytest.raises(UnsafeCheckpointError):
-        parsed(data)
+        parsed(b"(Nios\nsystem\n.")
     for value in ({"a": [1, 2.5, "x"]}, (1, 1 << 70), "x"):
-        with pytest.raises(UnsupportedCheckpointError, match="protocol 0"):
+        with pytest.raises(UnsupportedCheckpointError, match="opcode"):
             parsed(pickle.dumps(value, 0))
 
 

@@ -201,10 +201,6 @@ def index_of_itself(handles: list) -> list:
             lambda handles: [handles[0], (handles[1][0], *handles[2][1:]), (handles[2][0], *handles[1][1:])],
             "begins inside",
         ),
-        (lambda handles: [handles[0], (handles[0][0], *handles[1][1:]), *handles[2:]], "do not ascend"),
-        (lambda handles: [(b"z", *handles[0][1:]), (b"a", *handles[1][1:]), *handles[2:]], "do not ascend"),
-        (lambda handles: [(b"a", *handles[0][1:]), *handles[1:]], "a block that ends before it"),
-        (lambda handles: [(b"key/0060", *handles[0][1:]), *handles[1:]], "a block that begins after it"),
     ],
 )
 def test_handles_that_overlap_or_lead_nowhere(tmp_path: Path, change, text: str) -> None:
@@ -239,7 +235,7 @@ def plain(shared: int, unshared: int, size: int, rest: bytes) -> bytes:
     return varint(shared) + varint(unshared) + varint(size) + rest
 
 
-TWO, TWO_RESTARTS = block_entries([(b"a", b"1"), (b"b", b"2")], 1)
+TWO, _ = block_entries([(b"a", b"1"), (b"b", b"2")], 1)
 
 
 @pytest.mark.parametrize(
@@ -247,22 +243,14 @@ TWO, TWO_RESTARTS = block_entries([(b"a", b"1"), (b"b", b"2")], 1)
     [
         (b"", "no restart points"),
         (b"abc", "no restart points"),
-        (restarts(), "0 restart points"),
         (TWO + struct.pack("<I", (1 << 32) - 1), "restart points"),
         (TWO + struct.pack("<II", 0, 1000), "restart points"),
-        (TWO + restarts(1), "do not ascend from 0"),
-        (TWO + restarts(0, 0), "do not ascend from 0"),
-        (TWO + restarts(0, 4000), "is no entry"),
-        (TWO + restarts(0, TWO_RESTARTS[1] + 1), "is no entry"),
-        (TWO + restarts(0, TWO_RESTARTS[1], len(TWO)), "is no entry"),
         (b"\xff" * 11 + restarts(0), "no proper lengths"),
         (b"\x80" + restarts(0), "no proper lengths"),
-        (plain(1, 1, 0, b"a") + restarts(0), "continues another key"),
         (plain(0, 1, 0, b"a") + plain(2, 1, 0, b"b") + restarts(0), "reaches outside"),
         (plain(0, 1, 10, b"ab") + restarts(0), "reaches outside"),
         (plain(0, 1 << 40, 0, b"ab") + restarts(0), "reaches outside"),
         (plain(0, 1, (1 << 64) - 1, b"ab") + restarts(0), "reaches outside"),
-        (plain(0, 2, 0, b"ab") + plain(1, 1, 0, b"c") + restarts(0, 5), "continues another key"),
         (plain(0, 1, 0, b"b") + plain(0, 1, 0, b"a") + restarts(0), "does not come after"),
         (plain(0, 1, 0, b"b") + plain(0, 1, 0, b"b") + restarts(0), "does not come after"),
         (plain(0, 0, 0, b"") + plain(0, 0, 0, b"") + restarts(0), "does not come after"),
