@@ -197,7 +197,7 @@ def descriptors(monkeypatch) -> Descriptors:
     def close(file):
         # Before it is closed: its number may be given out again at once. One that is not held belongs to a file set of
         # an earlier test, which is collected only now.
-        held.difference_update(file._numbers)
+        held.discard(file.number)
         close_file(file)
 
     monkeypatch.setattr(Root, "open", watched)

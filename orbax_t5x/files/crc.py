@@ -1,10 +1,10 @@
 """Checksums of a whole from the checksums of its parts.
 
 For the two polynomials that checkpoints use. A checkpoint keeps one checksum per tensor, but a sharded read sees pieces
-of it. A crc is linear: appending n bytes maps the checksum by a fixed 32 x 32 bit matrix, so the
-checksum of a whole is the xor of its parts' checksums, each moved by as many bytes as follow it. The matrices for
-powers of two bytes are kept as byte-indexed tables: moving one checksum costs a few look-ups, moving a hundred thousand
-a few NumPy operations. Nothing here reads files.
+of it. A crc is linear: appending n bytes maps the checksum by a fixed 32 x 32 bit matrix, so the checksum of a whole is
+the xor of its parts' checksums, each moved by as many bytes as follow it. The matrices for powers of two bytes are kept
+as byte-indexed tables: moving one checksum costs a few look-ups, moving a hundred thousand a few NumPy operations.
+Nothing here reads files.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def hub_files(wanted: HubPath, commit: str) -> Mapping[str, int]:
 def _cached_path(path: str, wanted: HubPath, error: CheckpointError) -> str:
     """Returns the snapshot of a revision in the hub's cache, with a warning that names its commit."""
     try:
-        snapshot = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
             wanted.repository, revision=wanted.revision, local_files_only=True, cache_dir=_cache()
         )
     except Exception:  # it is not there
@@ -227,7 +227,7 @@ class HubStore(RemoteStore):
         return first.removesuffix(f"/{stored[0][len(below) :]}")
 
     def _download(self, name: str) -> None:
-        huggingface_hub.hf_hub_download(
+        huggingface_hub.hf_hub_download(  # pyright: ignore[reportUnknownMemberType]
             self._wanted.repository, name, revision=self._wanted.revision, endpoint=hub_endpoint(), cache_dir=_cache()
         )
 

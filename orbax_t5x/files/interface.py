@@ -75,6 +75,11 @@ class StoredFile(StoredBytes, Protocol):
         ...
 
     @property
+    def limits(self) -> Limits:
+        """Those of the files that it belongs to."""
+        ...
+
+    @property
     def size(self) -> int:
         """The size in bytes when the checkpoint was opened."""
         ...
@@ -162,11 +167,13 @@ class Files(FilePlace, Named, Protocol):
 
     Attributes:
       named: the root as the caller named it, absolute: symlinks are not resolved.
+      limits: on what files may claim.
       can_list: whether the store lists its files; web servers do not.
       limits: of the opening.
     """
 
     named: str
+    limits: Limits
     can_list: bool
     limits: Limits
 

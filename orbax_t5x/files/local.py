@@ -8,7 +8,6 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from orbax_t5x import on_demand
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -21,15 +20,9 @@ from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Sub
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local_file import File, OpenFiles
 from orbax_t5x.files.paths import FILE_FLAGS, Descriptor, Root, io_error
-
-# Of chunked arrays only.
-_tree_stamp: Callable[..., str] = on_demand.function("orbax_t5x.files.tree_checks", "tree_stamp")
-_check_tree = on_demand.function("orbax_t5x.files.tree_checks", "check_tree")
-_list_directory = on_demand.function("orbax_t5x.files.tree_checks", "list_directory")
+from orbax_t5x.files.tree_checks import check_tree, list_directory, tree_stamp
 
 _READ_CHUNK_BYTES = 1 << 24
-# Of the root itself, which may be a symlink.
-_OPEN_FLAGS = FILE_FLAGS & ~os.O_NOFOLLOW
 # Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
 _MAX_OPEN_FILES = 64
 
@@ -61,7 +54,7 @@ class LocalFiles(Root, Files):
 
     def subdirectories(self) -> Subdirectories:
         found = Subdirectories([], [])
-        for name, entry in _list_directory(self.named).items():
+        for name, entry in list_directory(self.named).items():
             try:
                 if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(self.locate(name))):
                     found.inside.append(name)
@@ -119,7 +112,7 @@ class LocalFiles(Root, Files):
                     return Look("directory", names=frozenset(os.listdir(path)))
                 if not stat.S_ISREG(mode):
                     return Look("special")
-            opened = self.open(name)[0] if name else Descriptor(path, _OPEN_FLAGS)
+            opened = self.open(name)[0] if name else Descriptor(path, FILE_FLAGS)
         except CheckpointIOError:
             raise
         except UnsafeCheckpointError:
@@ -168,7 +161,7 @@ class LocalFiles(Root, Files):
 
     def file(self, name: str, *, leaf: str | None = None) -> File:
         """Stats a file without reading it."""
-        return File(self, self._opened, name, self.stat(name, leaf=leaf))
+        return File(self, self._opened, name, self.stat(name, leaf=leaf), self.limits)
 
     def require_open(self) -> None:
         """Raises ValueError after `close`."""
@@ -184,14 +177,14 @@ class LocalFiles(Root, Files):
         return {"driver": "file", "path": self.locate(name) if name else self.path}
 
     def entries(self, name: str) -> dict[str, bool]:
-        found = _list_directory(self.locate(name) if name else self.path)
+        found = list_directory(self.locate(name) if name else self.path)
         return {entry: there.is_dir(follow_symlinks=False) for entry, there in found.items()}
 
     def require_plain(self, name: str, *, leaf: str | None = None) -> None:
-        _check_tree(self, name, leaf=leaf)
+        check_tree(self, name, leaf=leaf)
 
     def stamp(self, names: Sequence[str], metadata: str, *, leaf: str | None = None) -> Any:
-        return _tree_stamp(self, names, leaf=leaf)
+        return tree_stamp(self, names, leaf=leaf)
 
     def require_stamp(self, names: Sequence[str], metadata: str, stamp: Any, *, leaf: str | None = None) -> Any:
         if self.stamp(names, metadata, leaf=leaf) != stamp:
@@ -199,13 +192,10 @@ class LocalFiles(Root, Files):
         return stamp
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        with self._walk(directory or ".", leaf) as (fd, last, path):
-            found = os.fstat(fd) if last is None else os.stat(last, dir_fd=fd, follow_symlinks=False)
-            files = Snapshot(self, [directory], metadata, leaf=leaf)
-            data = _read_plain(fd, metadata, limit) if last is None else None
-        if data is None:
-            # A link, or something that is wrong: the walk down the whole name follows it, or raises the error.
-            data = self.read_whole(os.path.join(directory, metadata), limit=limit, leaf=leaf, bound="Limits.json_bytes")
+        path, found = self.resolve(directory or ".", leaf=leaf)
+        files = Snapshot(self, [directory], metadata, leaf=leaf)
+        name = os.path.join(directory, metadata)
+        data = self.read_whole(name, limit=limit, leaf=leaf, bound="Limits.json_bytes")
         return ArrayDirectory(path, (found.st_dev, found.st_ino), data, files)
 
 
@@ -219,16 +209,3 @@ def _look_at(fd: int, path: str, head: int, tail: int) -> Look:
         return Look("file", os.pread(fd, head, 0), last, found.st_size)
     except OSError as error:
         raise io_error(error, "reading its first bytes", path=path) from error
-
-
-def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
-    """Reads a regular file in an open directory, or returns None."""
-    try:
-        with Descriptor(name, FILE_FLAGS, directory=directory) as opened:
-            found = os.fstat(opened.number)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
-                return None
-            data = os.pread(opened.number, found.st_size, 0)
-    except OSError:
-        return None
-    return data if len(data) == found.st_size else None

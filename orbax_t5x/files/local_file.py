@@ -28,6 +28,7 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     for_caller,
 )
+from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import Descriptor, Root, io_error
 from orbax_t5x.files.windows import fill_held, is_held
 
@@ -124,14 +125,16 @@ class File:
       name: relative to the root.
       path: for messages.
       size: in bytes, when the checkpoint was opened.
+      limits: those of its root.
       is_remote: see `StoredFile`.
     """
 
-    __slots__ = ("_identity", "_opened", "_root", "name", "path", "size")
+    __slots__ = ("_identity", "_opened", "_root", "limits", "name", "path", "size")
     is_remote = False
 
-    def __init__(self, root: Root, opened: OpenFiles, name: str, found: os.stat_result):
+    def __init__(self, root: Root, opened: OpenFiles, name: str, found: os.stat_result, limits: Limits):
         self._root = root
+        self.limits = limits
         self._opened = opened
         self._identity = FileIdentity.of(found)
         self.name: str = name

@@ -1,9 +1,7 @@
-"""This process's most memory, and arrays that fit into it.
+"""Arrays of shapes that a file claims, and errors about memory.
 
-What a file claims about an array decides how much memory is allocated, and too much ends badly: Python's
-own error names no file, a library below may end the process, and a kernel that promises more than it has ends it later.
-So what is sized by a file's claim is compared first with the smallest of the machine's memory, the limits of the
-process's control groups (versions 1 and 2) and what the limit on its address space leaves.
+What a file claims about an array decides how much memory is allocated. Python's own error for too much names no file
+and no leaf.
 """
 
 from __future__ import annotations
@@ -13,23 +11,18 @@ import functools
 import math
 import mmap
 import os
-import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 import numpy as np
 
 from orbax_t5x.errors import LimitExceededError, error_at
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_PHYSICAL_BYTES = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
-# What takes no more than this is allocated without the check: most is, and there is much of it.
-UNCHECKED_BYTES = 1 << 28
+_PAGE_BYTES = mmap.PAGESIZE
 # From here on NumPy asks the kernel for huge pages.
-HUGE_PAGE_BYTES = 1 << 22
+_HUGE_PAGE_BYTES = 1 << 22
 # What is touched at once to learn what it costs.
 _TRIAL_BYTES = 16 << 20
 # The C library takes so much from the kernel; of less, pages may be there from a use before.
@@ -37,75 +30,15 @@ _FRESH_BYTES = 48 << 20
 _CLEARLY_CHEAPER = 0.8
 
 
-def most_memory_bytes() -> int:
-    """Returns the most memory that this process can have."""
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [_PHYSICAL_BYTES, *_cgroup_limits()]
-    if address_space != resource.RLIM_INFINITY:
-        limits.append(max(0, address_space - address_space_bytes()))
-    return min(limits)
-
-
-def address_space_bytes() -> int:
-    """Returns the address space that this process has taken."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
-    except OSError:
-        return 0
-
-
-@functools.cache
-def _cgroup_limits() -> tuple[int, ...]:
-    try:
-        groups = Path("/proc/self/cgroup").read_text()
-    except OSError:  # no Linux, or no control groups
-        return ()
-    return tuple(cgroup_limits(groups, Path("/sys/fs/cgroup")))
-
-
-def cgroup_limits(groups: str, mount: Path) -> Iterator[int]:
-    """Yields the memory limits of control groups and their ancestors."""
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, file = mount, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, file = mount / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        group = PurePosixPath(path.lstrip("/"))
-        # A container sees its own group at the mount, under whatever path the host knows it.
-        for name in (group, *group.parents):
-            limit = _read_limit(base / name / file)
-            if limit is not None:
-                yield limit
-
-
-def _read_limit(file: Path) -> int | None:
-    """Reads the number in a file, or None."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def require_memory(nbytes: int, what: str) -> None:
-    """Refuses an allocation beyond this process's memory."""
-    if nbytes > UNCHECKED_BYTES and nbytes > (most := most_memory_bytes()):
-        raise LimitExceededError(f"{what} takes {nbytes} bytes, and this process can have {most}")
-
-
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Allocates an array of a shape that a file claims."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes > UNCHECKED_BYTES:
-        require_memory(nbytes, _array_text(shape, dtype))
     try:
         array = np.empty(shape, dtype)
     except (MemoryError, ValueError) as error:
-        what = _array_text(shape, dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        what = f"an array of {dtype.name} of shape {tuple(shape)}"
         raise LimitExceededError(f"{what} takes {nbytes} bytes, which cannot be had: {error}") from None
-    if nbytes >= HUGE_PAGE_BYTES:
+    if array.nbytes >= _HUGE_PAGE_BYTES:
         _pages.apply(array)
     return array
 
@@ -175,10 +108,6 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return madvise
-
-
-def _array_text(shape: Sequence[int], dtype: np.dtype) -> str:
-    return f"an array of {dtype.name} of shape {tuple(shape)}"
 
 
 class naming_memory_errors(AbstractContextManager[None]):

@@ -5,12 +5,13 @@ Nothing else asks if a path is a URL. Only the caller's own URL comes here; no f
 
 from __future__ import annotations
 
+import functools
 import os
 import urllib.parse
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from orbax_t5x import on_demand
 from orbax_t5x.errors import UnsupportedCheckpointError, error_at
@@ -19,6 +20,7 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.files.paths import url_scheme
 
+_Opened = TypeVar("_Opened", covariant=True)
 _remote_files = on_demand.function("orbax_t5x.files.remote", "RemoteFiles")
 _find_hub_url = on_demand.function("orbax_t5x.files.hub", "find_hub_url")
 # Names of files of all formats: no directory is imagined under them.
@@ -103,13 +105,13 @@ class Opening:
     """Limits and stores of a call.
 
     Attributes:
-      limits: Limits that opened files hold.
-      stores: Servers and buckets by their URL.
+      limits: of the files that are opened.
+      stores: servers and buckets by their URL.
     """
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: Limits, stores: dict[str, Any]):
         self.limits = limits
-        self.stores: dict[str, Any] = {}
+        self.stores = stores
 
 
 _OPENING: ContextVar[Opening | None] = ContextVar("orbax_t5x_opening", default=None)
@@ -117,23 +119,41 @@ _OPENING: ContextVar[Opening | None] = ContextVar("orbax_t5x_opening", default=N
 
 def current_opening() -> Opening:
     """Returns the opening that runs, or a new opening."""
-    return _OPENING.get() or Opening(Limits())
+    return _OPENING.get() or Opening(Limits(), {})
 
 
 @contextmanager
 def opening(limits: Limits | None = None) -> Generator[Opening, None, None]:
-    """Shares limits and stores during a call, and calls inside it."""
-    if (entered := _OPENING.get()) is not None:
-        yield entered
-        return
-    opened = Opening(limits or Limits())
-    token = _OPENING.set(opened)
+    """Shares limits and stores during a call, and calls inside it, which may set other limits."""
+    outer = _OPENING.get()
+    entered = Opening(limits or (outer.limits if outer else Limits()), outer.stores if outer else {})
+    token = _OPENING.set(entered)
     try:
-        yield opened
+        yield entered
     finally:
         _OPENING.reset(token)
-        for store in opened.stores.values():
-            store.forget()
+        if outer is None:
+            for store in entered.stores.values():
+                store.forget()
+
+
+class LimitedOpener(Protocol[_Opened]):
+    """Function that opens a path within limits."""
+
+    def __call__(self, path: str | os.PathLike[str], *, limits: Limits | None = None, **arguments: Any) -> _Opened:
+        """Opens a path; None for the limits of the opening that runs."""
+        ...
+
+
+def within_limits(opener: Callable[..., _Opened]) -> LimitedOpener[_Opened]:
+    """Decorates a function so that the files it opens hold its argument `limits`."""
+
+    @functools.wraps(opener)
+    def opened(path: str | os.PathLike[str], *, limits: Limits | None = None, **arguments: Any) -> _Opened:
+        with opening(limits):
+            return opener(path, **arguments)
+
+    return opened
 
 
 def files_at(path: str) -> Files:

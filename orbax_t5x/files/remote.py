@@ -54,7 +54,7 @@ FIRST_BYTES = 64 << 10
 _BATCH_BYTES = 4 << 20
 _BATCH_RANGES = 256
 _RETRY_SECS = 60
-CLIENT = {"allow_http": True, "connect_timeout": "10s", "read_timeout": "60s", "timeout": "10m"}
+CLIENT: Any = {"allow_http": True, "connect_timeout": "10s", "read_timeout": "60s", "timeout": "10m"}
 _BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=8), "base": 2}
 RETRIES: Any = {"max_retries": 20, "retry_timeout": timedelta(seconds=_RETRY_SECS), "backoff": _BACKOFF}
 # Marks of formats, then files of models: a web server does not list its directories.
@@ -170,7 +170,7 @@ class RemoteStore:
 
     def _list(self, directory: str) -> Listing:
         try:
-            found = obstore.list_with_delimiter(self._store, directory or None)
+            found = obstore.list_with_delimiter(self._store, directory or None)  # pyright: ignore[reportUnknownMemberType]
         except (BaseError, OSError) as error:
             raise store_error(error, "listing it", path=self.url(directory)) from None
         start = len(directory) + 1 if directory else 0
@@ -257,7 +257,7 @@ class RemoteStore:
     def all_keys(self, directory: str) -> list[str]:
         """Lists the keys of all objects under a directory."""
         try:
-            pages = obstore.list(self._store, directory)
+            pages = obstore.list(self._store, directory)  # pyright: ignore[reportUnknownMemberType]
             return [found_object["path"] for page in pages for found_object in page]
         except (BaseError, OSError) as error:
             raise store_error(error, "listing it", path=self.url(directory)) from None

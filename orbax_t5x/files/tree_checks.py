@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
-from orbax_t5x.files.paths import Root, io_error
+from orbax_t5x.files.paths import Root, io_error, require_regular
 
 
 def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:
@@ -43,10 +43,10 @@ def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str,
     while pending:
         directory = pending.pop()
         prefix = f"{directory}/" if directory else ""
-        found = list_directory(root.join(directory), leaf=leaf)
+        entries = list_directory(root.join(directory), leaf=leaf)
         files: list[os.DirEntry[str]] = []
-        for entry_name in sorted(found):
-            entry = found[entry_name]
+        for entry_name in sorted(entries):
+            entry = entries[entry_name]
             if entry.is_file(follow_symlinks=False):
                 files.append(entry)
             elif entry.is_dir(follow_symlinks=False):
@@ -54,9 +54,9 @@ def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str,
             elif not entry.is_symlink():
                 raise CorruptCheckpointError("not a regular file", path=entry.path, leaf=leaf)
             else:
-                target = root.locate(prefix + entry_name, leaf=leaf)
-                if not os.path.isdir(target):
-                    root.stat(prefix + entry_name, leaf=leaf)
+                target, found = root.resolve(prefix + entry_name, leaf=leaf)
+                if not stat.S_ISDIR(found.st_mode):
+                    require_regular(found, target, leaf)
                     files.append(entry)
                 elif target not in seen:
                     seen.add(target)
@@ -84,11 +84,9 @@ def described_files(
     for name in names:
         path = root.join(name)
         try:
-            found = os.lstat(path)
-            if stat.S_ISLNK(found.st_mode):
-                found = os.stat(root.locate(name, leaf=leaf))
+            path, found = root.resolve(name or ".", leaf=leaf)
             if not stat.S_ISDIR(found.st_mode):
-                found = root.stat(name, leaf=leaf)
+                require_regular(found, path, leaf)
                 yield name, [("", found.st_size, found.st_mtime_ns, found.st_ino)]
                 continue
             for directory, files in _plain_files(root, name, leaf):
@@ -97,9 +95,9 @@ def described_files(
                     directory,
                     [(entry.name, (at := entry.stat()).st_size, at.st_mtime_ns, at.st_ino) for entry in files],
                 )
+        except CheckpointIOError:
+            raise
+        except FileNotFoundError as error:
+            raise CheckpointGoneError("a file or its directory vanished", path=path, leaf=leaf) from error
         except OSError as error:
-            if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
-                raise
-            if isinstance(error, FileNotFoundError):
-                raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
             raise io_error(error, "reading its status", path=path, leaf=leaf) from error

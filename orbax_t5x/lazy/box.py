@@ -278,3 +278,8 @@ def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[FlatRun]:
     for index in range(*box[outer]):
         runs += box_runs((*box[:outer], (index, index + 1), *box[outer + 1 :]), sizes, row_bytes)
     return runs
+
+
+def box_text(box: Box) -> str:
+    """Writes a box as an index expression."""
+    return "[" + ", ".join(f"{low}:{high}" for low, high in box) + "]"

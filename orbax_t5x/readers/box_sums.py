@@ -22,18 +22,17 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import Snapshot
 from orbax_t5x.files.memory import empty_array
-from orbax_t5x.lazy.box import Box, box_shape, box_size, intersect, slices_within, union_size
+from orbax_t5x.lazy.box import Box, box_shape, box_size, box_text, intersect, slices_within, union_size
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import byte_strides
 from orbax_t5x.readers.ranges.coverage import cover
 from orbax_t5x.readers.ranges.elements import LOW_BITS
-from orbax_t5x.readers.tiling import box_text
 
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.
 _BLOCK_BYTES = 1 << 20
-# Of a box that is read in part, each index of the dimensions before the last two that matter is a range of its own. A
-# box with more of them stays unverified.
+# Of a box that is read in part, each index of the dimensions before the last that matters is a range of its own. A box
+# with more of them stays unverified.
 _MAX_ROWS = 1 << 14
 # What `verify="full"` reads at a time only for checksums, where a row of chunks is not larger.
 _VERIFY_BYTES = 32 << 20
@@ -47,6 +46,11 @@ class BoxSums:
     dtype: str
     boxes: tuple[Box, ...]
     crcs: tuple[int, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the boxes, which are distinct, hold as many elements as the array."""
+        return sum(map(box_size, self.boxes)) == math.prod(self.shape)
 
     @functools.cached_property
     def bases(self) -> tuple[int, ...]:
@@ -186,44 +190,20 @@ def _small_boxes(box: Box, itemsize: int) -> Iterator[Box]:
 
 def _run_sums(common: Box, box: Box, read: Request, base: int) -> Iterator[ChecksummedRange]:
     """Yields the checksums of a box's byte ranges within another."""
-    # From `axis` on it is one range; along the dimension before it, one range for each index.
-    axis = len(box) - 1
+    axis = len(box) - 1  # from here on it is one range
     while axis > 0 and common[axis] == box[axis]:
         axis -= 1
-    outer_axes = max(0, axis - 1)
-    counts = box_shape(common)[:outer_axes]
+    counts = box_shape(common)[:axis]
     if math.prod(counts) > _MAX_ROWS:
         return
     values = read.out[slices_within(common, read.box)]
-    itemsize = values.dtype.itemsize
-    strides = byte_strides(box_shape(box), itemsize)
+    strides = byte_strides(box_shape(box), values.dtype.itemsize)
     first = base + sum(
         (low - start) * stride for (low, _), (start, _), stride in zip(common, box, strides, strict=True)
     )
     for outer in np.ndindex(*counts):
         start = first + sum(index * stride for index, stride in zip(outer, strides, strict=False))
-        rows = values[outer]
-        if axis == outer_axes:  # it is one range
-            yield ChecksummedRange(start, start + rows.nbytes, array_crc(rows))
-            continue
-        crcs = _row_crcs(rows)
-        stop = start + rows.nbytes // len(rows)
-        if len(rows) == 1:
-            yield ChecksummedRange(start, stop, int(crcs[0]))
-        else:
-            crc = CRC32C.combine_spread(crcs, strides[outer_axes])
-            yield ChecksummedRange(start, stop, crc, strides[outer_axes], len(rows))
-
-
-def _row_crcs(rows: np.ndarray) -> np.ndarray:
-    """Returns the checksum of each row, uint32."""
-    row_bytes = rows.nbytes // len(rows)
-    if row_bytes > _BLOCK_BYTES:
-        return np.asarray([array_crc(row) for row in rows], np.uint32)
-    crcs: list[int] = []
-    for block in _blocks(rows):
-        crcs += [CRC32C.extend(0, row) for row in _canonical(block).reshape(-1).view(np.uint8).reshape(-1, row_bytes)]
-    return np.asarray(crcs, np.uint32)
+        yield ChecksummedRange(start, start + values[outer].nbytes, array_crc(values[outer]))
 
 
 class BoxChecksums(Checksums):

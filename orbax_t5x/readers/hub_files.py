@@ -19,9 +19,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.interface import Files
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
-from orbax_t5x.files.strict_json import charge_parsed, parse_object
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 
@@ -36,15 +35,13 @@ LFS_POINTER = b"version https://git-lfs"
 """The first bytes of a file that Git LFS has not fetched."""
 
 
-def read_config(root: Files, limits: Limits) -> Mapping[str, Any]:
+def read_config(root: Files) -> Mapping[str, Any]:
     """Reads the model's configuration, or why it cannot be read."""
     try:
         if not root.exists(_CONFIG):
             return {"config": None}
-        data = root.read_whole(_CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")
-        config = parse_object(data, root.join(_CONFIG), allow_nan=True)
-        charge_parsed(config, root.path)
-        return {"config": config}
+        data = root.read_whole(_CONFIG, limit=root.limits.json_bytes, bound="Limits.json_bytes")
+        return {"config": parse_object(data, root.join(_CONFIG), allow_nan=True)}
     except CheckpointNotFoundError:
         return {"config": None}
     except CheckpointError as error:
@@ -97,9 +94,8 @@ class ModelFiles(abc.ABC):
     format: ClassVar[str]
     suffix: ClassVar[str]
 
-    def __init__(self, root: Files, limits: Limits):
+    def __init__(self, root: Files):
         self._root = root
-        self._limits = limits
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
@@ -112,7 +108,7 @@ class ModelFiles(abc.ABC):
 
     def add_config(self, store: Files) -> None:
         """Adds the model's configuration, if it is beside the files."""
-        self._metadata.update(read_config(store, self._limits))
+        self._metadata.update(read_config(store))
 
     def add_index(self, index: str) -> None:
         """Adds all files that an index names."""
@@ -126,11 +122,12 @@ class ModelFiles(abc.ABC):
                     f"the file {name!r}, which the index names, is missing", path=path
                 ) from None
         for leaf, file in file_of.items():
-            if (there := self._file_of.get(leaf)) != file:
-                where = "in no file that the index names" if there is None else f"in {there!r}"
-                raise CorruptCheckpointError(
-                    f"the index puts it into {file!r}, and it is {where}", path=path, leaf=leaf
-                )
+            if self._file_of.get(leaf, file) != file:
+                message = f"the index puts it into {file!r}, and it is in {self._file_of[leaf]!r}"
+                raise CorruptCheckpointError(message, path=path, leaf=leaf)
+        # The hub's converter drops tensors that share a storage from the files and keeps their names in the index.
+        if index_only := sorted(file_of.keys() - self._file_of.keys()):
+            self._metadata["index_only"] = index_only
 
     def checkpoint(self, path: str, step: int | None) -> Checkpoint:
         """Makes the checkpoint."""
@@ -155,7 +152,7 @@ class ModelFiles(abc.ABC):
 
     def _read_index(self, index: str, path: str) -> Mapping[str, str]:
         """Reads an index into file names by leaf."""
-        data = self._root.read_whole(index, limit=self._limits.index_bytes)
+        data = self._root.read_whole(index, limit=self._root.limits.index_bytes)
         refuse_lfs_pointer(data, path)
         parsed = parse_object(data, path)
         file_of = parsed.get("weight_map")
@@ -165,7 +162,6 @@ class ModelFiles(abc.ABC):
             _check_file(leaf, file, self.suffix, path)
         self._bytes += len(data)
         self._metadata["index"] = parsed.get("metadata")
-        charge_parsed(self._metadata["index"], path)
         return file_of
 
 

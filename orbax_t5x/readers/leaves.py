@@ -11,15 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_t5x.errors import CheckpointError, CheckpointIOError, given_message
+from orbax_t5x.errors import CheckpointError, error_at
 from orbax_t5x.files.interface import Files, StoredFile
-from orbax_t5x.files.limits import charge_metadata
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 
-# Memory of an error, with its text.
-_ERROR_BYTES = 512
 _UNKNOWN = np.dtype(object)
 
 
@@ -30,9 +27,7 @@ class BrokenLeaf(Leaf):
     planned, to be renamed and left out, and only reading it raises the error.
     """
 
-    # A file may claim hundreds of thousands: parts of an error take a third of it, and have no traceback, which would
-    # hold the frames of a reader.
-    __slots__ = ("_is_refused", "_kind", "_message", "_rest", "dtype", "name", "path", "shape")
+    __slots__ = ("_error", "_is_refused", "dtype", "name", "path", "shape")
 
     def __init__(
         self,
@@ -47,13 +42,10 @@ class BrokenLeaf(Leaf):
         """Makes the leaf; `path` is for an error without a file."""
         self.name: str = name
         self.path: str = error.path or path or ""
-        charge_metadata(_ERROR_BYTES, self.path)
         self.shape: tuple[int, ...] = shape
         self.dtype: np.dtype = dtype
-        self._kind = type(error)
-        self._message = given_message(error)
-        rest = (error.fix, error.errno if isinstance(error, CheckpointIOError) else None)
-        self._rest = None if rest == (None, None) else rest
+        # A new one: a traceback would hold the frames of a reader.
+        self._error = error_at(error, path=self.path or None, leaf=name)
         self._is_refused = is_refused
 
     @property
@@ -62,9 +54,7 @@ class BrokenLeaf(Leaf):
         return self._new_error() if self._is_refused else None
 
     def _new_error(self) -> CheckpointError:
-        fix, number = self._rest or (None, None)
-        numbers = {} if number is None else {"errno": number}
-        return self._kind(self._message, path=self.path or None, leaf=self.name, fix=fix, **numbers)
+        return error_at(self._error, path=self.path or None, leaf=self.name)
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         raise self._new_error()

@@ -25,7 +25,6 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.interface import Files, StoredFile
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.tensorstore_specs import typed_error
@@ -60,7 +59,7 @@ class _TreeNode(NamedTuple):
 class OcdbtValues:
     """The values of a database, by key; implements `Named`."""
 
-    def __init__(self, files: Files, directory: str, limits: Limits):
+    def __init__(self, files: Files, directory: str):
         """Reads the manifest and the root node.
 
         Raises:
@@ -69,7 +68,7 @@ class OcdbtValues:
         self.path: str = files.join(directory) if directory else files.path
         self._files = files
         self._prefix = f"{directory}/" if directory else ""
-        self._limit = limits.index_bytes
+        self._limit = files.limits.index_bytes
         self._left = self._limit
         self._lock = threading.Lock()
         self._opened: OnceEach[str, StoredFile] = OnceEach()

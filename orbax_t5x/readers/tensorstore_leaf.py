@@ -21,10 +21,9 @@ import tensorstore as ts
 
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError
 from orbax_t5x.files.interface import Files, Snapshot
-from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.memory import UNCHECKED_BYTES, empty_array, naming_memory_errors, require_memory
+from orbax_t5x.files.memory import empty_array, naming_memory_errors
 from orbax_t5x.lazy.box import Box, box_size, box_slices
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
@@ -37,8 +36,10 @@ if TYPE_CHECKING:
 # Of checkpoints with checksums only.
 _box_checksums: Callable[..., Checksums] = on_demand.function("orbax_t5x.readers.box_sums", "BoxChecksums")
 _sums_of: Callable[..., Iterator[ChecksummedRange]] = on_demand.function("orbax_t5x.readers.box_sums", "sums_of")
-# What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
-_DECODING_COPIES = 1.25
+# TensorStore decodes a chunk as a whole, and ends the process where the memory for it cannot be had.
+_MOST_CHUNK_BYTES = 2 << 30
+# Of more, the memory is tried first: the chunk, and what gzip decompresses ahead of it.
+_TRIED_BYTES, _DECODING_COPIES = 256 << 20, 1.25
 # A shard of zarr v3 begins or ends with two numbers of eight bytes for each of its chunks, which are read whole.
 _SHARD_INDEX_BYTES = 16
 
@@ -76,7 +77,6 @@ class TensorStoreLeaf(Leaf):
         prng_impl: str | None = None,
         sums: BoxSums | CheckpointError | None = None,
         files: Snapshot,
-        limits: Limits,
         can_list: bool = True,
     ):
         """Makes a leaf; `open` opens the array at its first read, and may block."""
@@ -88,15 +88,10 @@ class TensorStoreLeaf(Leaf):
         self.chunks: tuple[int, ...] | None = chunk or None
         self.error: CheckpointError | None = None
         self._chunk_bytes: int = math.prod(chunk) * self.dtype.itemsize
-        try:
-            # TensorStore decodes a chunk as a whole, and ends the process where the memory for it cannot be had.
-            if self._chunk_bytes > min(limits.chunk_bytes, UNCHECKED_BYTES):
-                limits.require_chunk(self._chunk_bytes, f"a chunk of shape {chunk}")
-            if shard != chunk:
-                chunks_per_shard = math.prod(shard) // math.prod(chunk)
-                limits.require_chunk(chunks_per_shard * _SHARD_INDEX_BYTES, f"the index of a shard of shape {shard}")
-        except LimitExceededError as error:
-            self.error = error_at(error, path=path, leaf=name)
+        index_bytes = 0 if shard == chunk else math.prod(shard) // math.prod(chunk) * _SHARD_INDEX_BYTES
+        if max(self._chunk_bytes, index_bytes) > _MOST_CHUNK_BYTES:
+            message = f"a chunk of shape {chunk} in a shard of {shard} takes more than {_MOST_CHUNK_BYTES} bytes"
+            self.error = LimitExceededError(message, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
         self._sums: BoxSums | CheckpointError | None = None if sums is None else self._usable(sums)
         self._kind = kind
@@ -201,10 +196,9 @@ class TensorStoreLeaf(Leaf):
     async def _read_requests(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Reads all boxes at once if memory allows, else by chunk."""
         chunks, decoding = self.chunks or (), stats.decoding
-        decoded_bytes = int(_DECODING_COPIES * self._chunk_bytes)
-        if decoded_bytes > UNCHECKED_BYTES:  # other memory was taken since the leaf was opened
+        if self._chunk_bytes > _TRIED_BYTES:
             with naming_memory_errors(self.path, self.name):
-                require_memory(decoded_bytes, f"decoding a chunk of shape {chunks}")
+                np.empty(int(_DECODING_COPIES * self._chunk_bytes), np.uint8)
         array = await self._opened_in_pool()
         count = 1 if chunks == self.shape else count_chunks([box for box, _ in requests], chunks)
         at_once = self._chunk_bytes * min(count, FILE_IO_CONCURRENCY)

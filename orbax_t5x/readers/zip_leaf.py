@@ -19,7 +19,6 @@ from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import CheckpointError, error_at
 from orbax_t5x.files.crc import CRC32, Crc
 from orbax_t5x.files.interface import StoredFile
-from orbax_t5x.files.limits import charge_metadata
 from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import Box, box_shape, full_box, union_size
 from orbax_t5x.lazy.leaf import Checksums, FileExtent, Request
@@ -148,10 +147,6 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-# What such a leaf takes beyond others.
-_MORE_BYTES = 1200
-
-
 class ZipLeaf(RangeLeaf):
     """Array in a member of an archive."""
 
@@ -170,7 +165,6 @@ class ZipLeaf(RangeLeaf):
         swap: bool = False,
         head: bytes = b"",
     ):
-        charge_metadata(_MORE_BYTES, archive.file.path)
         super().__init__(name, archive.file, shape, dtype)
         self._archive, self._name = archive, member
         self._start: int | None = None

@@ -1,34 +1,30 @@
 """The members of a ZIP archive: named byte ranges of a file.
 
-Each has a crc32. The archive is as PyTorch and NumPy write it. Opening reads the central directory alone. It must be
-all that lies between the last member and the end of the file, and no two members may share a byte, so that a file has
-one reading. The local header of a member is compared with the directory when the member is first read.
+Each has a crc32. The archive is as PyTorch and NumPy write it. Opening reads the central directory alone, by Python's
+`zipfile`. No two members may have one name or share a byte, so that a file has one reading. The local header of a
+member is compared with the directory when the member is first read.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
+import os
 import struct
-from collections.abc import Sequence
+import zipfile
 from typing import NamedTuple
 
-from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError
 from orbax_t5x.files.crc import CRC32
 from orbax_t5x.files.interface import StoredFile
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.windows import read_windows, windows_of
 from orbax_t5x.lazy.leaf import FileExtent
 from orbax_t5x.readers.hub_files import LFS_POINTER, refuse_lfs_pointer
 
 STORED, DEFLATED = 0, 8
-_END = struct.Struct("<4s4H2LH")
-_END_64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR_64 = struct.Struct("<4sLQL")
-_ENTRY = struct.Struct("<4s4x2H4x3L4H6xL")  # without versions, times and attributes
 _LOCAL = struct.Struct("<4s5H3L2H")
-_EXTRA = struct.Struct("<2H")
-_EXTRA_64 = 1
+_END = struct.Struct("<4s6xH10x")
 _FULL_32, _FULL_16 = 0xFFFFFFFF, 0xFFFF
 # Bits of the flags: encrypted in one way or another; sizes and crc follow the data; the name is UTF-8.
 _ENCRYPTED, _DESCRIPTOR, _UTF8 = 0x2041, 0x0008, 0x0800
@@ -44,7 +40,6 @@ class Member(NamedTuple):
       crc: the crc32 of these, or None where the writer of the archive computed none.
       method: of compression.
       name: as bytes, as both headers have it.
-      flags: of the directory.
     """
 
     header: int
@@ -53,7 +48,6 @@ class Member(NamedTuple):
     crc: int | None
     method: int
     name: bytes
-    flags: int
 
 
 class Archive:
@@ -65,13 +59,12 @@ class Archive:
       index_bytes: how many bytes opening read.
     """
 
-    def __init__(self, file: StoredFile, limits: Limits):
+    def __init__(self, file: StoredFile):
         self.file = file
         refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
         self.members: dict[str, Member] = {}
-        start, end, count = self._directory(limits)
-        self.index_bytes: int = end - start + _END.size
-        self._parse(bytes(file.read(start, end - start)), count, start, limits)
+        self.index_bytes: int = 0
+        self._list()
 
     def read(self, name: str, limit: int, bound: str) -> bytes:
         """Reads a small member whole, and compares its checksum."""
@@ -121,20 +114,16 @@ class Archive:
         member = self.members[name]
         head = self.near(member.header, _LOCAL.size + len(member.name), member.header, data)
         magic, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
-        start = member.header + _LOCAL.size + name_bytes + extra_bytes
         if magic != b"PK\x03\x04" or name_bytes != len(member.name) or head[_LOCAL.size :] != member.name:
             raise self.corrupt(f"the local header of {name!r} has another name than the directory")
-        if _FULL_32 in (stored, size):
-            extra = self.near(start - extra_bytes, extra_bytes, member.header, data)
-            size, stored = self._widened((size, stored), extra, name)
-        own = (crc, stored, size)
-        theirs = (member.crc or 0, member.stored, member.size)
-        absent = bool(flags & _DESCRIPTOR)
-        agree = all(a == b or (absent and a in (0, _FULL_32)) for a, b in zip(own, theirs, strict=True))
-        if method != member.method or flags != member.flags or not agree:
+        # Sizes may follow the data, or be in a field for large ones.
+        has_sizes = not flags & _DESCRIPTOR and _FULL_32 not in (stored, size)
+        is_equal = (crc, stored, size) == (member.crc or 0, member.stored, member.size)
+        if method != member.method or (has_sizes and not is_equal):
             raise self.corrupt(f"the local header of {name!r} and the directory disagree")
-        if start + member.stored > self._directory_start:
-            raise self.corrupt(f"the member {name!r} ends behind the last one")
+        start = member.header + _LOCAL.size + name_bytes + extra_bytes
+        if start + member.stored > self._stops[member.header]:
+            raise self.corrupt(f"the member {name!r} overlaps another one, or the directory")
         return start
 
     def corrupt(self, message: str) -> CorruptCheckpointError:
@@ -148,100 +137,84 @@ class Archive:
             raise self.corrupt(f"bytes {offset} to {offset + size} of a file of {self.file.size} bytes")
         return bytes(self.file.read(offset, size))
 
-    def _directory(self, limits: Limits) -> tuple[int, int, int]:
-        """Finds the central directory: begin, end and number of entries."""
-        at = self.file.size - _END.size
-        if at < 0:
-            raise self.corrupt(f"{self.file.size} bytes are too few for a ZIP archive")
-        magic, *disks, here, count, size, start, comment = _END.unpack(self._read(at, _END.size))
-        if magic != b"PK\x05\x06" or comment:
+    def _list(self) -> None:
+        """Reads the central directory."""
+        reader = _DirectoryReader(self.file)
+        magic, count = _END.unpack(self._read(max(0, self.file.size - _END.size), _END.size))
+        if magic != b"PK\x05\x06":
             raise self.corrupt("the file does not end as a ZIP archive does: it was cut, or something follows it")
-        plain = (here, count, size, start)
-        if at >= _LOCATOR_64.size + _END_64.size:
-            magic, disk, where, _ = _LOCATOR_64.unpack(self._read(at - _LOCATOR_64.size, _LOCATOR_64.size))
-            if magic == b"PK\x06\x07":
-                at -= _LOCATOR_64.size + _END_64.size
-                magic, length, *_, first, second, here, count, size, start = _END_64.unpack(
-                    self._read(at, _END_64.size)
-                )
-                disks += [disk, first, second]
-                if magic != b"PK\x06\x06" or where != at or length != _END_64.size - 12:
-                    raise self.corrupt("the ZIP64 record at its end is damaged")
-        wide = (here, count, size, start)
-        full = (_FULL_16, _FULL_16, _FULL_32, _FULL_32)
-        if any(a not in (b, c) for a, b, c in zip(plain, wide, full, strict=True)) or any(disks) or here != count:
-            raise self.corrupt("the records at its end contradict each other")
-        if start + size != at:
-            raise self.corrupt(f"its directory is at [{start}, {start + size}), and must end at {at}")
-        if size > limits.index_bytes or count > limits.entries:
-            raise LimitExceededError(
-                f"a directory of {count} members in {size} bytes, over Limits.entries or Limits.index_bytes",
-                path=self.file.path,
-            )
-        self._directory_start = start
-        return start, at, count
-
-    def _parse(self, data: bytes, count: int, start: int, limits: Limits) -> None:
-        at = 0
-        for _ in range(count):
-            if at + _ENTRY.size > len(data):
-                raise self.corrupt(f"its directory ends before the last of {count} entries")
-            magic, flags, method, crc, stored, size, *lengths, disk, header = _ENTRY.unpack_from(data, at)
-            name_bytes, extra_bytes, comment = lengths
-            at += _ENTRY.size
-            end = at + name_bytes + extra_bytes + comment
-            if magic != b"PK\x01\x02" or end > len(data) or disk:
-                raise self.corrupt(f"the entry {len(self.members)} of its directory is damaged")
-            limits.require_name_length(name_bytes, self.file.path)
-            name_field = data[at : at + name_bytes]
-            name = self._name(name_field, flags)
-            if _FULL_32 in (size, stored, header):
-                extra = data[at + name_bytes : at + name_bytes + extra_bytes]
-                size, stored, header = self._widened((size, stored, header), extra, name)
-            at = end
+        try:
+            with zipfile.ZipFile(reader) as archive:
+                entries, directory = archive.infolist(), archive.start_dir
+        except CheckpointError:
+            raise
+        except Exception as error:  # `zipfile` has several types for what may be wrong
+            raise self.corrupt(f"it is no ZIP archive, or it was cut: {error}") from None
+        # `zipfile` goes by the directory's size: damaged lengths in it would hide members.
+        if count not in (_FULL_16, len(entries)):
+            raise self.corrupt(f"its directory has {len(entries)} members, and its end says {count}")
+        self.index_bytes = reader.bytes_read
+        self.file.limits.require_entries(len(entries), self.file.path)
+        has_sums = any(entry.CRC for entry in entries)  # PyTorch can be told to compute none
+        for entry in entries:
+            name = entry.orig_filename
+            split_name(name, path=self.file.path)
             if name in self.members:
                 raise self.corrupt(f"the member {name!r} is twice in its directory")
-            if flags & _ENCRYPTED:
+            if entry.flag_bits & _ENCRYPTED:
                 raise self.corrupt(f"the member {name!r} is encrypted")
-            if method == STORED and stored != size:
-                raise self.corrupt(f"the member {name!r} is stored in {stored} bytes and has {size}")
-            self.members[name] = Member(header, stored, size, crc, method, name_field, flags)
-        if at != len(data):
-            raise self.corrupt(f"{len(data) - at} bytes follow the {count} entries of its directory")
-        self._check_extents(start)
-        if not any(member.crc for member in self.members.values()):  # PyTorch can be told to compute none
-            self.members = {name: member._replace(crc=None) for name, member in self.members.items()}
-
-    def _check_extents(self, stop: int) -> None:
-        """Proves that the members fill the file without overlap."""
-        reached = 0
+            if entry.compress_type == STORED and entry.compress_size != entry.file_size:
+                message = f"is stored in {entry.compress_size} bytes and has {entry.file_size}"
+                raise self.corrupt(f"the member {name!r} {message}")
+            self.members[name] = Member(
+                header=entry.header_offset,
+                stored=entry.compress_size,
+                size=entry.file_size,
+                crc=entry.CRC if has_sums else None,
+                method=entry.compress_type,
+                name=name.encode("utf-8" if entry.flag_bits & _UTF8 else "cp437"),
+            )
         members = sorted(self.members.values())
-        self._stops = dict(itertools.pairwise([*(member.header for member in members), stop]))
-        for number, member in enumerate(members):
-            if member.header < reached or (not number and member.header):
-                raise self.corrupt(f"the member {member.name!r} overlaps another one, or something precedes it")
-            reached = member.header + _LOCAL.size + len(member.name) + member.stored
-        if reached > stop:
-            raise self.corrupt(f"its members end at {reached}, in the directory at {stop}")
+        self._stops = dict(itertools.pairwise([*(member.header for member in members), directory]))
+        for member in members:
+            if member.header + _LOCAL.size + len(member.name) + member.stored > self._stops[member.header]:
+                raise self.corrupt(f"the member {member.name!r} overlaps another one, or the directory")
 
-    def _name(self, data: bytes, flags: int) -> str:
-        try:
-            name = data.decode("utf-8" if flags & _UTF8 else "cp437")
-        except UnicodeDecodeError:
-            raise self.corrupt(f"the name {data[:80]!r} is not UTF-8") from None
-        split_name(name, path=self.file.path)
-        return name
 
-    def _widened(self, values: Sequence[int], extra: bytes, name: str) -> list[int]:
-        """Returns a header's numbers, full numbers from the ZIP64 field."""
-        at, fields = 0, []
-        while at + _EXTRA.size <= len(extra):
-            kind, size = _EXTRA.unpack_from(extra, at)
-            at += _EXTRA.size + size
-            if kind == _EXTRA_64:
-                fields.append(extra[at - size : at])
-        full = [value == _FULL_32 for value in values]
-        if len(fields) != 1 or at > len(extra) or len(fields[0]) < 8 * sum(full):
-            raise self.corrupt(f"the member {name!r} has no sound ZIP64 sizes")
-        numbers = iter(struct.unpack_from(f"<{sum(full)}Q", fields[0]))
-        return [next(numbers) if is_full else value for is_full, value in zip(full, values, strict=True)]
+class _DirectoryReader(io.RawIOBase):
+    """Reader of an archive's end for `zipfile`.
+
+    Attributes:
+      bytes_read: how many bytes were read.
+    """
+
+    def __init__(self, file: StoredFile):
+        super().__init__()
+        self._file = file
+        self._at = 0
+        self.bytes_read: int = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        if start + offset < 0:
+            raise OSError("before the first byte")  # as files do, which `zipfile` relies on
+        self._at = start + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._file.size - self._at)
+        size = left if size < 0 else min(size, left)
+        if size > self._file.limits.index_bytes:
+            most = self._file.limits.index_bytes
+            message = f"a directory of {size} bytes, more than Limits.index_bytes = {most}"
+            raise LimitExceededError(message, path=self._file.path)
+        data = bytes(self._file.read(self._at, size))
+        self._at += size
+        self.bytes_read += size
+        return data

@@ -27,16 +27,11 @@ def test_a_shape_is_refused_by_its_rank_and_by_bytes_that_cannot_be_counted():
         limits.require_shape((1 << 40, 0, 1 << 23), np.dtype(np.uint8))
 
 
-def test_names_are_refused_by_their_utf_8_bytes_and_levels():
-    limits = Limits(name_bytes=6, name_levels=2)
-    limits.require_name("a/bcde", "/file")
-    for name in ("abcdefg", "üüüü", "a/b/c"):
-        with pytest.raises(LimitExceededError) as caught:
-            limits.require_name(name, "/file")
-        assert caught.value.path == "/file"
-
-
-def test_a_chunk_is_refused_by_its_bytes():
-    Limits(chunk_bytes=10).require_chunk(10, "it")
-    with pytest.raises(LimitExceededError, match=r"Limits\.chunk_bytes = 10"):
-        Limits(chunk_bytes=10).require_chunk(11, "it")
+def test_a_name_is_refused_by_its_levels_and_if_it_has_no_utf_8_form():
+    limits = Limits(nesting=2)
+    limits.require_name("a/b", "/file")
+    with pytest.raises(LimitExceededError, match=r"Limits\.nesting = 2") as caught:
+        limits.require_name("a/b/c", "/file")
+    assert caught.value.path == "/file"
+    with pytest.raises(CorruptCheckpointError, match="half a character"):
+        limits.require_name("a\ud800", "/file")

@@ -1,4 +1,4 @@
-"""The most memory that a process can have, and the arrays that are refused because they are larger."""
+"""Arrays of shapes that files claim, at any strides, and errors about memory."""
 
 from pathlib import Path
 
@@ -8,17 +8,6 @@ import pytest
 
 from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.files import memory
-
-
-def test_limits_are_those_of_a_group_and_of_the_groups_around_it(tmp_path):
-    (tmp_path / "jobs/run").mkdir(parents=True)
-    (tmp_path / "memory/old").mkdir(parents=True)
-    (tmp_path / "jobs/run/memory.max").write_text("max\n")
-    (tmp_path / "jobs/memory.max").write_text("500\n")
-    (tmp_path / "memory.max").write_text("900\n")
-    (tmp_path / "memory/old/memory.limit_in_bytes").write_text("300\n")
-    assert list(memory.cgroup_limits("0::/jobs/run", tmp_path)) == [500, 900]
-    assert list(memory.cgroup_limits("4:cpu,memory:/old\n2:cpu:/old", tmp_path)) == [300]
 
 
 def test_an_array_beyond_the_memory_is_refused_before_it_is_allocated():

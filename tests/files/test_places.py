@@ -8,7 +8,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.places import current_opening, opening, resolved_path, split_url
+from orbax_t5x.files.places import current_opening, files_at, opening, resolved_path, split_url
 from tests.support.bundle_writer import bundle_of
 
 
@@ -45,20 +45,23 @@ def test_an_empty_path_and_a_list_of_paths(tmp_path):
             ot.open_checkpoint(nothing)
 
 
-def test_an_opening_inside_another_is_the_same():
-    forgotten = []
+class Store:
+    def __init__(self):
+        self.calls = []
 
-    class Store:
-        def forget(self):
-            forgotten.append(self)
+    def forget(self):
+        self.calls.append("forget")
 
+
+def test_an_opening_inside_another_shares_stores_and_has_limits_of_its_own():
     with pytest.raises(KeyError), opening(Limits(rank=3)) as outer:
         assert outer.limits.rank == 3 and current_opening() is outer
-        with opening(Limits(rank=4)) as inner:
-            assert inner is outer
+        with opening() as inner, opening(Limits(rank=4)) as own:
+            assert inner.limits.rank == 3 and files_at("/").limits is own.limits
+            assert inner.stores is outer.stores is own.stores
         outer.stores["x"] = store = Store()
         raise KeyError
-    assert forgotten == [store] and current_opening() is not outer
+    assert store.calls == ["forget"] and current_opening() is not outer
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ import google_crc32c
 import msgpack
 
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.readers.tf_bundle.sstable import Table
 from tests.support.bundle_writer import Handles, block_entries, sealed, table, table_of_blocks, varint
@@ -230,7 +229,7 @@ def entries_of(data: bytes) -> list[tuple[bytes, bytes]] | None:
         (Path(directory) / "table").write_bytes(data)
         with contextlib.closing(LocalFiles(directory)) as files:
             try:
-                return list(Table(files.file("table"), Limits()).entries())
+                return list(Table(files.file("table")).entries())
             except CheckpointError:
                 return None
 

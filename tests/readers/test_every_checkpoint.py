@@ -102,14 +102,3 @@ def test_shardings_split_what_they_can():
             shapes = [value.shape for value in stored(kind).values.values() if value.ndim > 1]
             split = [shape for shape in shapes if not sharding_of(sharding, shape).is_fully_replicated]
             assert len(split) > len(shapes) / 2
-
-
-@pytest.mark.parametrize("name", EVERY_CHECKPOINT)
-def test_an_opening_pays_for_its_names(name):
-    """Each format charges what the names take, and no more than some 2 KB beside that for each leaf."""
-    path, values = stored(name)
-    nbytes = sum(map(len, values))
-    with pytest.raises(ot.errors.LimitExceededError, match="metadata_bytes"):
-        ot.open_checkpoint(path, limits=ot.Limits(metadata_bytes=nbytes - 1))
-    with ot.open_checkpoint(path, limits=ot.Limits(metadata_bytes=2 * nbytes + 2048 * len(values) + 4096)) as opened:
-        assert opened.leaves.keys() >= values.keys()

@@ -13,14 +13,13 @@ from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from tests.support.http_store import serving
 
 
-def opened(store, limits):
-    root = files_at(store.url)
-    return OcdbtValues(root, "", limits)
+def opened(store):
+    return OcdbtValues(files_at(store.url), "")
 
 
 def values_of(store, limits=None):
-    with opening(Limits()):
-        return opened(store, limits or Limits())
+    with opening(limits):
+        return opened(store)
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def test_the_newest_step_of_another_format_is_named(root, monkeypatch, backwards
     for number in range(3):
         t5x_step(root / f"checkpoint_{number}")
     listed = tree_checks.list_directory
-    monkeypatch.setattr(local, "_list_directory", lambda path: dict(sorted(listed(path).items(), reverse=backwards)))
+    monkeypatch.setattr(local, "list_directory", lambda path: dict(sorted(listed(path).items(), reverse=backwards)))
     with pytest.raises(UnsupportedCheckpointError, match=r"orbax by '3', and t5x by 'checkpoint_2'"):
         ot.open_checkpoint(root)
 

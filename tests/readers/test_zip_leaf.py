@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.files.crc import CRC32
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.lazy.box import box_shape, box_slices, full_box
 from orbax_t5x.lazy.leaf import Request
@@ -25,7 +24,7 @@ def leaf_of(directory, offset, shape, strides, head=b"", damaged=False):
     if damaged:
         data[31 + 4 + 47] ^= 1  # the last byte of the member
     (directory / "file").write_bytes(data)
-    archive = Archive(LocalFiles(directory).file("file"), Limits())
+    archive = Archive(LocalFiles(directory).file("file"))
     return ZipLeaf("x", archive, "m", offset, shape, strides, INT16, head=head)
 
 

@@ -1,7 +1,6 @@
 """ZIP archives: those that Python's zipfile writes are read, and one that has two readings is refused."""
 
 import io
-import struct
 import zipfile
 import zlib
 
@@ -30,7 +29,7 @@ FULL = 0xFFFFFFFF
 
 def open_bytes(directory, data, **limits):
     (directory / "file").write_bytes(data)
-    return Archive(LocalFiles(directory).file("file"), Limits(**limits))
+    return Archive(LocalFiles(directory, limits=Limits(**limits)).file("file"))
 
 
 def contents(archive):
@@ -83,13 +82,13 @@ DAMAGED = {
     "empty": b"",
     "a header alone": b"PK\3\4",
     "cut": archive_of([A, B])[:-1],
-    "something before": archive_of([A], before=b"x"),
     "something before, which all offsets know": archive_of(
         [Entry(b"m/a", b"x", header=3)], before=b"xyz", start=37 - 5
     ),
     "something after": archive_of([A], after=b"x"),
-    "an archive after": archive_of([A]) + archive_of([B]),
     "a comment": archive_of([A])[:-2] + b"\1\0x",
+    "a count too many": archive_of([A], here=2, count=2),
+    "a count too few": archive_of([A, B], here=1, count=1),
     "a name twice": archive_of([A, A]),
     "encrypted": archive_of([Entry(b"m/a", b"12345", flags=1)]),
     "another name": archive_of([Entry(b"m/a", b"12345", local_name=b"m/b")]),
@@ -103,22 +102,12 @@ DAMAGED = {
     "one place for two": archive_of([A, Entry(b"m/b", b"12345", header=0)]),
     "a member in the directory": archive_of([Entry(b"m/a", b"12345", size=60, stored=60)]),
     "a header behind the end": archive_of([Entry(b"m/a", b"12345", header=10_000)]),
-    "a count too many": archive_of([A], here=2, count=2),
-    "a count too few": archive_of([A, B], here=1, count=1),
-    "counts that differ": archive_of([A, B], here=1),
-    "another disk": archive_of([A], disk=1),
     "a directory elsewhere": archive_of([A], start=0),
     "a directory of another size": archive_of([A], size=10),
     "a name that is no UTF-8": archive_of([Entry(b"m/\xff", b"", flags=0x800)]),
     "a ZIP64 record that contradicts": archive_of([A], zip64={"start": 0}, start=38),
-    "a ZIP64 record elsewhere": archive_of([A], zip64={"where": 0}),
-    "a long ZIP64 record": archive_of([A], zip64={"length": 50}),
-    "a full count without a record": archive_of([A], here=0xFFFF, count=0xFFFF),
     "full sizes without a field": archive_of([Entry(b"m/a", b"12345", 0, 0, FULL, FULL)]),
     "half a field": archive_of([Entry(b"m/a", b"12345", 0, 0, FULL, FULL, extra=sizes_64(5), local_extra=sizes_64(5))]),
-    "two fields": archive_of(
-        [Entry(b"m/a", b"1", 0, 0, FULL, FULL, extra=sizes_64(1, 1) * 2, local_extra=sizes_64(1, 1))]
-    ),
     "sizes of 2**60": archive_of(
         [Entry(b"m/a", b"1", 0, 0, FULL, FULL, extra=sizes_64(1 << 60, 1 << 60), local_extra=sizes_64(1, 1))]
     ),
@@ -140,7 +129,7 @@ def test_names_that_lead_out(tmp_path, name):
 
 def test_limits(tmp_path):
     data = archive_of([A, B])
-    for limits in ({"entries": 1}, {"index_bytes": 60}, {"name_bytes": 2}):
+    for limits in ({"entries": 1}, {"index_bytes": 60}):
         with pytest.raises(LimitExceededError):
             open_bytes(tmp_path, data, **limits)
     with pytest.raises(LimitExceededError, match="over a bound"):
@@ -187,9 +176,3 @@ def test_every_changed_byte_of_the_headers(tmp_path):
 def test_a_large_directory_is_read_in_little_time(tmp_path):
     entries = [Entry(b"%x" % number, b"") for number in range(5_000)]
     assert len(open_bytes(tmp_path, archive_of(entries, here=5_000, count=5_000)).members) == 5_000
-
-
-def test_the_structures_are_those_of_the_format():
-    assert [struct.calcsize(f) for f in ("<4s4H2LH", "<4sQ2H2L4Q", "<4sLQL", "<4s6H3L5H2L", "<4s5H3L2H")] == [
-        *(22, 56, 20, 46, 30)
-    ]

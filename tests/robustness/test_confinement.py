@@ -120,7 +120,6 @@ CASES: dict[str, tuple[Callable[[Path, Path, int], object], str]] = {
     "a sound T5X step": (t5x_spec(), "read"),
     "an absolute path": (t5x_spec(place="OUTSIDE/array"), LEAF),
     "a path upwards": (t5x_spec(place="../../outside/array"), LEAF),
-    "a path upwards, quoted": (t5x_spec(place="%2e%2e/%2e%2e/outside/array"), LEAF),
     "a kvstore over http": (
         t5x_spec(kvstore={"driver": "http", "base_url": "http://127.0.0.1:PORT/", "path": "bad/"}),
         LEAF,

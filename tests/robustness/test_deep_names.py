@@ -82,12 +82,12 @@ def test_names_of_more_than_64_levels_are_a_limit_in_every_format(write, tmp_pat
         assert max(name.count("/") for name in checkpoint.leaves) == 63
     (tmp_path / "deep").mkdir()
     path = write(tmp_path / "deep", "/".join("a" * 65))
-    with pytest.raises(LimitExceededError, match=r"more than Limits\.name_levels = 64") as caught:
+    with pytest.raises(LimitExceededError, match=r"more than Limits\.nesting = 64") as caught:
         ot.open_checkpoint(path)
     assert (caught.value.path or "").startswith(str(tmp_path / "deep"))
     assert main(["inspect", str(path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
-    with ot.open_checkpoint(path, limits=ot.Limits(name_levels=66)) as checkpoint:
+    with ot.open_checkpoint(path, limits=ot.Limits(nesting=66)) as checkpoint:
         assert max(name.count("/") for name in checkpoint.leaves) >= 64
 
 
@@ -99,7 +99,7 @@ def test_trees_of_any_depth_are_flattened_and_shown(tmp_path):
     tree = unflatten(DEEP)
     assert list(flatten(tree)) == list(DEEP)
     path = bundle_of(DEEP).write(tmp_path)
-    with ot.open_checkpoint(path, limits=ot.Limits(name_levels=2000)) as checkpoint:
+    with ot.open_checkpoint(path, limits=ot.Limits(nesting=2000)) as checkpoint:
         for folded in (True, False):
             assert len(as_text(checkpoint, 100, folded=folded)) > len(DEEP)
         assert flatten(checkpoint.tree()).keys() == DEEP.keys()

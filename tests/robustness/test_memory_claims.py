@@ -1,13 +1,7 @@
-"""Arrays that claim more memory than there is, and broken ones: a typed error before anything is allocated.
+"""Arrays that claim more memory than there is, and broken ones, are typed errors that name the leaf."""
 
-`np.empty` is watched: what a header claims must not even be asked of it.
-"""
-
-import gzip
 import json
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +12,6 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
-from orbax_t5x.files import memory
 from tests.support.bundle_writer import bundle_of, entry
 from tests.support.hostile_files import huge_chunk, safetensors_of
 
@@ -91,83 +84,20 @@ def test_a_record_of_a_skipped_leaf_that_cannot_be_counted_is_refused_for_that_l
     assert caught.value.leaf == "bad"
 
 
-def zarr_of_holes(path: Path, *, shape: list[int], chunks: list[int]) -> Path:
-    """An Orbax item whose array `a` claims another shape than was stored."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave({"a": np.zeros(7, np.uint8)}))
-    metadata = json.loads((path / "a/.zarray").read_text())
-    (path / "a/.zarray").write_text(json.dumps({**metadata, "shape": shape, "chunks": chunks}))
-    return path
-
-
-@pytest.mark.parametrize("format", ["safetensors", "zarr"])
-def test_a_sound_header_over_a_hole_of_a_tebibyte_is_a_limit_and_not_an_allocation(format, tmp_path, monkeypatch):
-    if format == "safetensors":
-        path = safetensors_of(tmp_path / "model.safetensors", [_TIB], _TIB)
-    else:
-        path = zarr_of_holes(tmp_path / "item", shape=[_TIB], chunks=[1 << 23])
-    monkeypatch.setattr(memory, "most_memory_bytes", lambda: 1 << 34)
-    with ot.open_checkpoint(path) as checkpoint:
-        view = checkpoint.leaves["a"]
-        ways = [
-            view.get,
-            view.astype("float32").get,
-            ot.stack([view, view]).get,
-            lambda: ot.restore(checkpoint, None),
-            lambda: ot.restore(checkpoint, {"a": jax.ShapeDtypeStruct((_TIB,), np.uint8)}),
-            ot.plan_restore(checkpoint, None).execute,
-        ]
-        for read in ways:
-            with pytest.raises(LimitExceededError, match="bytes, and this process can have 17179869184") as caught:
-                read()
-            assert caught.value.leaf == "a" and caught.value.path
-        if format == "safetensors":
-            assert view[5:8].get().tolist() == [0, 0, 0]
-
-
 CHUNKED = ("zarr2", "zarr3", "zarr3 shard index", "ocdbt", "t5x")
 
 
 @pytest.mark.parametrize("kind", CHUNKED)
-def test_a_chunk_beyond_the_limit_is_refused_and_its_leaf_listed(kind, tmp_path, monkeypatch):
+def test_a_chunk_beyond_the_bound_is_refused_and_its_leaf_listed(kind, tmp_path):
     gib = 1 << 30
     huge_chunk(tmp_path / "step", kind, 10 * gib)
     with ot.open_checkpoint(tmp_path / "step") as checkpoint:
         view = checkpoint.leaves["a"]
         assert view.nbytes in (10 * gib, 10 * gib // 16)
         for read in (view[:1].get, lambda: ot.restore(checkpoint, None)):
-            with pytest.raises(
-                LimitExceededError, match=f"takes {10 * gib} bytes, more than Limits.chunk_bytes"
-            ) as caught:
+            with pytest.raises(LimitExceededError, match=f"takes more than {2 * gib} bytes") as caught:
                 read()
             assert caught.value.leaf == "a" and (caught.value.path or "").startswith(str(tmp_path / "step"))
-    # However large the limit, memory is what there is.
-    monkeypatch.setattr(memory, "most_memory_bytes", lambda: 8 * gib)
-    with ot.open_checkpoint(tmp_path / "step", limits=ot.Limits(chunk_bytes=1 << 50)) as checkpoint:
-        with pytest.raises(LimitExceededError, match=f"this process can have {8 * gib}") as caught:
-            checkpoint.leaves["a"][:1].get()
-    assert caught.value.leaf == "a"
-
-
-def test_a_chunk_that_the_address_space_does_not_hold_does_not_end_the_process(tmp_path):
-    huge_chunk(tmp_path / "step", "zarr2", 10 << 30)
-    (tmp_path / "step" / "a" / "0").write_bytes(gzip.compress(bytes(1 << 20)))
-    run = subprocess.run(
-        [sys.executable, "-c", UNDER_A_LIMIT, str(tmp_path / "step")], capture_output=True, text=True, timeout=800
-    )
-    assert (run.returncode, run.stdout) == (0, "LimitExceededError a\n"), run.stderr[-2000:]
-
-
-UNDER_A_LIMIT = """
-import resource, sys
-import orbax_t5x as ot
-resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-with ot.open_checkpoint(sys.argv[1], limits=ot.Limits(chunk_bytes=1 << 50)) as checkpoint:
-    try:
-        checkpoint.leaves["a"][:1].get()
-    except ot.errors.CheckpointError as error:
-        print(type(error).__name__, error.leaf)
-"""
 
 
 def test_memory_that_the_system_refuses_is_a_limit_that_names_the_leaf(tmp_path, monkeypatch):
@@ -198,25 +128,3 @@ def test_memory_that_the_system_refuses_is_a_limit_that_names_the_leaf(tmp_path,
 def cast_row(state, target):
     """A transform whose result is small and whose way there is not."""
     return {"s": {"row": state["s"]["a"][0].astype("float64").astype("uint8")}}
-
-
-def test_the_memory_of_control_groups_of_both_versions_is_known(tmp_path):
-    groups = "12:cpu,cpuacct:/\n5:memory:/docker/abc\n0::/user.slice/job\n"
-    for name, text in {
-        "memory/docker/abc/memory.limit_in_bytes": "3000",
-        "memory/docker/memory.limit_in_bytes": "9223372036854771712",
-        "user.slice/job/memory.max": "max\n",
-        "user.slice/memory.max": "2000\n",
-        "memory.max": "5000\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert sorted(memory.cgroup_limits(groups, tmp_path)) == [2000, 3000, 5000, 9223372036854771712]
-
-
-def test_what_the_limit_on_the_address_space_leaves_counts(monkeypatch):
-    resource = memory.resource
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1234 if which == resource.RLIMIT_AS else -1, -1))
-    assert memory.most_memory_bytes() == 0, "Python alone takes more"
-    monkeypatch.setattr(memory, "address_space_bytes", lambda: 234)
-    assert memory.most_memory_bytes() == 1000

@@ -26,13 +26,10 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.files.interface import Files, StoredFile
-from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.places import files_at, open_directory_of
-from orbax_t5x.files.strict_json import charge_parsed
+from orbax_t5x.files.places import files_at, open_directory_of, within_limits
 from orbax_t5x.lazy.box import Box, box_shape, box_size
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.flax_msgpack.walk import most_leaves, too_many
 from orbax_t5x.readers.hub_files import LFS_POINTER, PART, ModelFiles, parts_of, refuse_lfs_pointer
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange, ReadOutcome, StoredRange
@@ -142,9 +139,6 @@ _NUMBERS |= {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
 _TEXT, _ARRAY = 8, 9
 # Longer arrays and texts are described instead: they are tokenizers and templates.
 _KEPT_VALUES, _KEPT_TEXT_BYTES = 256, 1 << 16
-_DEEPEST_ARRAY = 8
-# A kept value takes some 100 bytes of memory.
-_FREE_VALUES, _FILE_BYTES_PER_VALUE = 1 << 15, 32
 
 
 class TensorEntry(NamedTuple):
@@ -165,18 +159,17 @@ class GgufHeader(NamedTuple):
     index_bytes: int
 
 
-def read_header(file: StoredFile, limits: Limits) -> GgufHeader:
+def read_header(file: StoredFile) -> GgufHeader:
     """Parses the header of a file; `metadata` are its key-value pairs."""
-    return _HeaderParser(file, limits).run()
+    return _HeaderParser(file).run()
 
 
 class _HeaderParser:
-    def __init__(self, file: StoredFile, limits: Limits):
+    def __init__(self, file: StoredFile):
         self._file = file
-        self._limits = limits
+        self._limits = file.limits
         self._reader = WindowReader(file)
         self._values = 0
-        self._skipped_texts = 0
 
     def run(self) -> GgufHeader:
         reader = self._reader
@@ -193,11 +186,9 @@ class _HeaderParser:
             )
         tensors = self._count("tensors", self._number("<Q"), _TENSOR_BYTES)
         pairs = self._count("key-value pairs", self._number("<Q"), _PAIR_BYTES)
-        if tensors > most_leaves(self._file.size):
-            raise too_many("tensors", most_leaves(self._file.size), self._file)
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            key = self._text("a key", self._limits.name_bytes)
+            key = self._text("a key")
             if key in metadata:
                 raise reader.corrupt(f"the key {key[:200]!r} occurs twice")
             metadata[key] = self._value(self._number("<I"), 0)
@@ -237,7 +228,7 @@ class _HeaderParser:
         return [tensor._replace(start=begin + tensor.start) for tensor in tensors]
 
     def _tensor(self) -> TensorEntry:
-        name = self._text("the name of a tensor", self._limits.name_bytes)
+        name = self._text("the name of a tensor")
         self._limits.require_name(name, self._file.path)
         try:
             rank = self._number("<I")
@@ -259,10 +250,7 @@ class _HeaderParser:
         """Returns a count of entries, proven to fit."""
         if count * least_bytes > self._reader.left:
             raise self._reader.corrupt(f"{count} {what} in the {self._reader.left} bytes that are left")
-        if count > self._limits.entries:
-            raise LimitExceededError(
-                f"{count} {what}, more than Limits.entries = {self._limits.entries}", path=self._file.path
-            )
+        self._limits.require_entries(count, self._file.path)
         return count
 
     def _text_size(self, what: str) -> int:
@@ -271,10 +259,8 @@ class _HeaderParser:
             raise self._reader.corrupt(f"{what} of {size} bytes, and {self._reader.left} are left")
         return size
 
-    def _text(self, what: str, limit: int) -> str:
+    def _text(self, what: str) -> str:
         size = self._text_size(what)
-        if size > limit:
-            raise LimitExceededError(f"{what} of {size} bytes, more than {limit}", path=self._file.path)
         try:
             return self._reader.take(size).decode()
         except UnicodeDecodeError:
@@ -283,8 +269,7 @@ class _HeaderParser:
     def _value(self, code: int, depth: int) -> Any:
         """Reads a value; a long text or array is described instead."""
         self._values += 1
-        if self._values > _FREE_VALUES + self._file.size // _FILE_BYTES_PER_VALUE:
-            raise too_many("values", self._values - 1, self._file)
+        self._limits.require_entries(self._values, self._file.path)
         if code in _NUMBERS:
             return self._numbers(_NUMBERS[code], 1)[0]
         if code == _TEXT:
@@ -298,8 +283,9 @@ class _HeaderParser:
         raise self._reader.corrupt(f"a value of the unknown type {code}")
 
     def _array(self, depth: int) -> Any:
-        if depth > _DEEPEST_ARRAY:
-            raise LimitExceededError(f"arrays nested deeper than {_DEEPEST_ARRAY}", path=self._file.path)
+        if depth > self._limits.nesting:
+            message = f"arrays nested deeper than Limits.nesting = {self._limits.nesting}"
+            raise LimitExceededError(message, path=self._file.path)
         code, count = self._number("<I"), self._number("<Q")
         if code in _NUMBERS:
             size = _NUMBERS[code].itemsize
@@ -323,11 +309,8 @@ class _HeaderParser:
         return values.astype(dtype).tolist()
 
     def _skip_texts(self, count: int) -> None:
-        self._skipped_texts += count
-        if self._skipped_texts > self._limits.entries:
-            raise LimitExceededError(
-                f"more than Limits.entries = {self._limits.entries} texts in its arrays", path=self._file.path
-            )
+        self._values += count
+        self._limits.require_entries(self._values, self._file.path)
         for _ in range(count):
             self._reader.skip(self._text_size("a text"))
 
@@ -347,7 +330,8 @@ _QUANTIZATIONS = {
 }
 
 
-def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+@within_limits
+def open_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a file, or a directory with a file or its parts."""
     given = files_at(os.fspath(path))
     if given.is_directory():
@@ -358,7 +342,7 @@ def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
         if PART.fullmatch(os.path.basename(given.named)):
             files = files_at(os.path.dirname(given.named))
             names = parts_of(os.path.basename(given.named), files)
-    opened = _GgufFiles(files, limits)
+    opened = _GgufFiles(files)
     for name in names:
         opened.add_file(name)
     return opened.checkpoint(given.named, None)
@@ -373,13 +357,12 @@ class _GgufFiles(ModelFiles):
     def add_file(self, name: str) -> None:
         file = self._root.file(name)
         refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
-        header = read_header(file, self._limits)
+        header = read_header(file)
         self._bytes += header.index_bytes
         if not self._metadata["files"]:
-            charge_parsed(header.metadata, file.path)
             self._metadata = {**header.metadata, "version": header.version, "files": []}
         self._metadata["files"].append(name)
-        for leaf, found in _tensor_leaves(header, file, self._limits).items():
+        for leaf, found in _tensor_leaves(header, file).items():
             self._claim((leaf,), name)
             self._leaves[leaf] = found
 
@@ -398,13 +381,13 @@ def _files_in(files: Files) -> list[str]:
     return names
 
 
-def _tensor_leaves(header: GgufHeader, file: StoredFile, limits: Limits) -> dict[str, Leaf]:
+def _tensor_leaves(header: GgufHeader, file: StoredFile) -> dict[str, Leaf]:
     """Makes a file's leaves, broken if they overlap."""
     leaves: dict[str, Leaf] = {}
     position = 0
     for tensor in sorted(header.tensors, key=lambda tensor: tensor.start):
         try:
-            stored = _range(tensor, file, limits)
+            stored = _range(tensor, file)
             if stored.nbytes and tensor.start < position:
                 raise CorruptCheckpointError(f"its bytes at {tensor.start} overlap those of another tensor")
             if stored.nbytes and tensor.start + stored.nbytes > file.size:
@@ -418,9 +401,9 @@ def _tensor_leaves(header: GgufHeader, file: StoredFile, limits: Limits) -> dict
     return leaves
 
 
-def _range(tensor: TensorEntry, file: StoredFile, limits: Limits) -> StoredRange:
+def _range(tensor: TensorEntry, file: StoredFile) -> StoredRange:
     if tensor.type in _DTYPES:
-        limits.require_shape(tensor.shape, _DTYPES[tensor.type])
+        file.limits.require_shape(tensor.shape, _DTYPES[tensor.type])
         return ByteRange(file, tensor.start, tensor.shape, _DTYPES[tensor.type])
     if tensor.type != _Q8_0:
         if tensor.type not in _QUANTIZATIONS:
@@ -429,7 +412,7 @@ def _range(tensor: TensorEntry, file: StoredFile, limits: Limits) -> StoredRange
             f"it is quantized as {_QUANTIZATIONS[tensor.type]}; F32, F16, BF16 and Q8_0 are read: convert the file by "
             "llama-quantize --allow-requantize to one of these, or take the model that it was made of"
         )
-    limits.require_shape(tensor.shape, _SINGLE)
+    file.limits.require_shape(tensor.shape, _SINGLE)
     if not tensor.shape or tensor.shape[-1] % BLOCK_ELEMENTS:
         raise CorruptCheckpointError(f"Q8_0 of shape {list(tensor.shape)} has no whole blocks of {BLOCK_ELEMENTS}")
     return Q8Range(file, tensor.start, tensor.shape, _SINGLE)

@@ -17,17 +17,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    LimitExceededError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
-    error_at,
-)
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files.crc import CRC32
-from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.places import files_at, open_directory_of
+from orbax_t5x.files.places import files_at, open_directory_of, within_limits
 from orbax_t5x.files.windows import WINDOW_BYTES
 from orbax_t5x.lazy.box import full_box, union_size
 from orbax_t5x.lazy.leaf import FileExtent, Leaf, Request
@@ -64,12 +56,12 @@ def decompress_head(data: bytes, size: int) -> bytes:
 class DeflatedLeaf(RangeLeaf):
     """An array in a compressed member; `chunks` is its whole shape."""
 
-    __slots__ = ("_archive", "_header", "_limits", "_member", "_start", "chunks")
+    __slots__ = ("_archive", "_header", "_member", "_start", "chunks")
 
-    def __init__(self, name: str, archive: Archive, member: str, start: int, header: ArrayHeader, limits: Limits):
+    def __init__(self, name: str, archive: Archive, member: str, start: int, header: ArrayHeader):
         super().__init__(name, archive.file, header.shape, header.dtype)
         self._archive, self._member, self._start = archive, member, start
-        self._header, self._limits = header, limits
+        self._header = header
         self.chunks: tuple[int, ...] | None = tuple(max(1, size) for size in header.shape)
 
     @property
@@ -123,10 +115,6 @@ class DeflatedLeaf(RangeLeaf):
     def _decompressed(self) -> Iterator[bytes]:
         """Yields the decompressed member; at its end, size and checksum are compared."""
         member = self._archive.members[self._member]
-        try:
-            self._limits.require_chunk(member.size, f"the array {self._member!r}, decompressed,")
-        except LimitExceededError as error:
-            raise error_at(error, path=self.path, leaf=self.name) from None
         start = self._archive.local_start(self._member)
         ranges = [(at, min(_READ_BYTES, member.stored - at)) for at in range(0, member.stored, _READ_BYTES)]
         file = self._archive.file.ahead((start + at, size) for at, size in ranges)
@@ -249,19 +237,20 @@ _MOST_EXPANSION = 1032
 _METHODS = (STORED, DEFLATED)
 
 
-def open_npz(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+@within_limits
+def open_npz(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a file."""
     given = files_at(os.fspath(path))
     files, name = open_directory_of(given.named)
-    archive = Archive(files.file(name), limits)
+    archive = Archive(files.file(name))
     heads = archive.read_heads(_HEAD_BYTES)
     leaves: dict[str, Leaf] = {}
     for member in archive.members:
         leaf = member.removesuffix(_ARRAY_SUFFIX)
-        limits.require_name(leaf, archive.file.path)
+        files.limits.require_name(leaf, archive.file.path)
         if leaf in leaves:
             raise CorruptCheckpointError("two members have this name", path=archive.file.path, leaf=leaf)
-        leaves[leaf] = _leaf_of_member(leaf, archive, member, heads, limits)
+        leaves[leaf] = _leaf_of_member(leaf, archive, member, heads)
     return Checkpoint(
         path=given.named,
         format="npz",
@@ -273,28 +262,28 @@ def open_npz(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     )
 
 
-def _leaf_of_member(name: str, archive: Archive, member: str, heads: Mapping[str, bytes], limits: Limits) -> Leaf:
+def _leaf_of_member(name: str, archive: Archive, member: str, heads: Mapping[str, bytes]) -> Leaf:
     """Makes the leaf of a member, broken if it is unreadable."""
     try:
-        return _array_leaf(name, archive, member, heads[member], limits)
+        return _array_leaf(name, archive, member, heads[member])
     except CheckpointError as error:
         return BrokenLeaf(name, error, archive.file.path)
 
 
-def _array_leaf(name: str, archive: Archive, member: str, head: bytes, limits: Limits) -> Leaf:
+def _array_leaf(name: str, archive: Archive, member: str, head: bytes) -> Leaf:
     found = archive.members[member]
     if not member.endswith(_ARRAY_SUFFIX) or found.method not in _METHODS:
         raise UnsupportedCheckpointError(f"{member!r} is no array of NumPy, stored or deflated")
     data = _array_head(archive, member, head)
     header = parse_npy_header(data)
-    limits.require_shape(header.shape, header.dtype)
+    archive.file.limits.require_shape(header.shape, header.dtype)
     if found.size != len(data) + header.nbytes or found.size > _MOST_EXPANSION * found.stored:
         raise CorruptCheckpointError(
             f"{header.dtype.name} of shape {list(header.shape)} takes {header.nbytes} bytes, and its member has "
             f"{found.size - len(data)} in {found.stored}"
         )
     if found.method == DEFLATED:
-        return DeflatedLeaf(name, archive, member, len(data), header, limits)
+        return DeflatedLeaf(name, archive, member, len(data), header)
     shape, strides, dtype, swap = header.shape, header.strides, header.dtype, header.swap
     return ZipLeaf(name, archive, member, len(data), shape, strides, dtype, swap=swap, head=data)
 

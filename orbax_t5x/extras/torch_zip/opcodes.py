@@ -27,12 +27,11 @@ from orbax_t5x.extras.torch_zip.values import (
     describe_value,
     named_object,
 )
-from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.interface import StoredFile
 
 # No name on the list is longer.
 _LONGEST_NAME_BYTES = 256
 _SHOWN_BYTES = 200
-_FILE_BYTES_PER_OBJECT = 16
 _MAX_PROTOCOL = 5
 
 
@@ -47,17 +46,17 @@ class ParsedPickle(NamedTuple):
     storages: dict[str, StorageNode | None]
 
 
-def parse_pickle(data: bytes, path: str, file_bytes: int, limits: Limits) -> Node:
-    """Parses a pickle."""
-    found = parse_next(data, 0, path, file_bytes, limits)
+def parse_pickle(data: bytes, file: StoredFile) -> Node:
+    """Parses a pickle of a file."""
+    found = parse_next(data, 0, file)
     if found.end != len(data):
-        raise CorruptCheckpointError("its pickle does not end with one value", path=path)
+        raise CorruptCheckpointError("its pickle does not end with one value", path=file.path)
     return found.tree
 
 
-def parse_next(data: bytes, at: int, path: str, file_bytes: int, limits: Limits) -> ParsedPickle:
+def parse_next(data: bytes, at: int, file: StoredFile) -> ParsedPickle:
     """Parses the pickle that begins at a byte; see `parse_pickle`."""
-    machine = _Machine(data, path, file_bytes, limits, at)
+    machine = _Machine(data, file, at)
     return ParsedPickle(machine.run(), machine.at, machine.storages)
 
 
@@ -78,12 +77,11 @@ def _has_tensor(tree: Node) -> bool:
 class _Machine(PickleStack):
     """Stack that runs a pickle's opcodes."""
 
-    _is_old = False
     # What the pickle does for the first object that is not made.
     _unread = ""
 
-    def __init__(self, data: bytes, path: str, file_bytes: int, limits: Limits, at: int):
-        super().__init__(data, path, file_bytes, limits, at)
+    def __init__(self, data: bytes, file: StoredFile, at: int):
+        super().__init__(data, file, at)
         self.storages: dict[str, StorageNode | None] = {}
 
     @property
@@ -94,7 +92,7 @@ class _Machine(PickleStack):
     def run(self) -> Node:
         """Runs all opcodes; returns the last of the stack."""
         data, opcodes = self._data, _OPCODES
-        for _ in range(self._operations):
+        while True:
             if self._at >= len(data):
                 raise self._ended("its pickle ends before its last opcode")
             code = data[self._at]
@@ -103,18 +101,13 @@ class _Machine(PickleStack):
                 break
             opcode = opcodes.get(code)
             if opcode is None:
-                raise self._corrupt(
-                    f"its pickle has the opcode {bytes([code])!r} at byte {self._at - 1}, which is none"
-                )
+                message = f"its pickle has the opcode {bytes([code])!r} at byte {self._at - 1}, which is not read"
+                raise UnsupportedCheckpointError(message, path=self._path)
             opcode(self)
-        else:
-            raise self._too_many("operations", self._operations)
         if len(self._stack) != 1 or self._marks:
             raise self._corrupt("its pickle does not end with one value")
         if self._unread and not _has_tensor(self._stack[0]):
             raise self._unsafe(f"{self._unread}, and no tensor is beside that")
-        if self._is_old:
-            raise UnsupportedCheckpointError("its pickle is of protocol 0, and torch.save writes 2", path=self._path)
         return self._stack[0]
 
     # -- values
@@ -154,8 +147,6 @@ class _Machine(PickleStack):
 
     def append(self, values: list[Any]) -> None:
         """Appends to the list on top."""
-        if self._is_old:
-            return
         if isinstance(top := self.top(), Opaque):
             return
         if type(top) is not list:
@@ -164,8 +155,6 @@ class _Machine(PickleStack):
 
     def set_items(self, values: list[Any]) -> None:
         """Sets items of the dict on top."""
-        if self._is_old:
-            return
         top = self.top()
         if isinstance(top, Opaque):
             return
@@ -182,28 +171,6 @@ class _Machine(PickleStack):
             if name in top:
                 raise self._corrupt(f"the key {name[:_SHOWN_BYTES]!r} is twice in one dict")
             top[name] = value
-
-    # -- protocol 0, of which only what calls something is looked for
-
-    def old_line(self) -> None:
-        """Skips a line; pushes None."""
-        end = self._data.find(b"\n", self._at)
-        if end < 0:
-            raise self._ended(f"its pickle has a line at byte {self._at} that does not end")
-        self._at = end + 1
-        self._is_old = True
-        self.push(None)
-
-    def old_put(self) -> None:
-        """Skips a memo number."""
-        self.old_line()
-        self.pop()
-
-    def old_container(self) -> None:
-        """Skips the values of a list or dict."""
-        self.pop_mark()
-        self._is_old = True
-        self.push(None)
 
     # -- names, and what they make
 
@@ -237,7 +204,7 @@ class _Machine(PickleStack):
     def placeholder(self, made: Opaque, what: str) -> None:
         """Pushes a placeholder of an object not made."""
         self._unread = self._unread or what
-        self.make(made, 1 + len(made.what) // _FILE_BYTES_PER_OBJECT)
+        self.make(made)
 
     def new_object(self, pops: int) -> None:
         """Replaces a class and its arguments by a placeholder."""
@@ -354,9 +321,6 @@ _OPCODES: dict[int, _Opcode] = {
     ord("R"): lambda m: m.reduce(),
     ord("b"): lambda m: m.build(),
     ord("Q"): lambda m: m.persistent(),
-    **{code: lambda m: m.old_line() for code in b"SVILFg"},
-    **{code: lambda m: m.old_container() for code in b"ld"},
-    ord("p"): lambda m: m.old_put(),
     ord("P"): lambda m: m.refuse("PERSID"),
     ord("i"): lambda m: m.refuse("INST"),
     ord("o"): lambda m: m.refuse("OBJ"),

@@ -38,8 +38,7 @@ from orbax_t5x.extras.torch_zip.values import (
     itemsize_of,
 )
 from orbax_t5x.files.interface import StoredFile
-from orbax_t5x.files.limits import Limits, charge_metadata
-from orbax_t5x.files.places import files_at, open_directory_of
+from orbax_t5x.files.places import files_at, open_directory_of, within_limits
 from orbax_t5x.lazy.leaf import FileExtent, Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
@@ -66,37 +65,37 @@ class SequentialFile(Archive):
 
     is_swapped = sys.byteorder != "little"
 
-    def __init__(self, file: StoredFile, limits: Limits):
+    def __init__(self, file: StoredFile):
         self.file = file
-        size = _FIRST_BYTES
+        size, most = _FIRST_BYTES, int(file.limits.index_bytes)
         while True:
-            data = bytes(file.read(0, min(size, file.size, int(limits.index_bytes))))
+            data = bytes(file.read(0, min(size, file.size, most)))
             try:
-                self.tree, storages, keys, self.index_bytes = self._parse_pickles(data, limits)
+                self.tree, storages, keys, self.index_bytes = self._parse_pickles(data)
                 break
             except PickleEndsError:
                 if len(data) == file.size:
                     raise
-                if len(data) >= limits.index_bytes:
-                    raise LimitExceededError(
-                        f"its pickles have more bytes than Limits.index_bytes = {limits.index_bytes}", path=file.path
-                    ) from None
+                if len(data) >= most:
+                    message = f"its pickles have more bytes than Limits.index_bytes = {most}"
+                    raise LimitExceededError(message, path=file.path) from None
                 size *= 4
         self._place(storages, keys)
 
-    def _parse_pickles(self, data: bytes, limits: Limits) -> tuple[Node, dict[str, StorageNode | None], list[str], int]:
+    def _parse_pickles(self, data: bytes) -> tuple[Node, dict[str, StorageNode | None], list[str], int]:
         """Parses the pickles: tree, storages, order and first offset."""
-        at, size = 0, self.file.size
+        at = 0
         found: list[Node] = []
         for _ in range(3):
-            found.append((one := parse_next(data, at, self.file.path, size, limits)).tree)
-            at = one.end
+            parsed = parse_next(data, at, self.file)
+            found.append(parsed.tree)
+            at = parsed.end
         if found[1] != _VERSION:
             raise UnsupportedCheckpointError(
                 f"PyTorch's form {found[1]!r:.40}, and there is {_VERSION}", path=self.file.path
             )
-        main = parse_next(data, at, self.file.path, size, limits)
-        keys = parse_next(data, main.end, self.file.path, size, limits)
+        main = parse_next(data, at, self.file)
+        keys = parse_next(data, main.end, self.file)
         if not isinstance(keys.tree, list) or not all(isinstance(key, str) for key in keys.tree):
             raise self.corrupt("its list of storages is none")
         order = [str(key) for key in keys.tree]
@@ -117,7 +116,7 @@ class SequentialFile(Archive):
             if storage.elements < 0:
                 raise self.corrupt(f"its storage {key[:100]!r} has two types or counts")
             size = storage.elements * itemsize_of(storage.dtype)
-            self.members[key] = Member(at, size, size, None, STORED, b"", 0)
+            self.members[key] = Member(at, size, size, None, STORED, b"")
             at += _COUNT.size + size
         if at > self.file.size:
             raise self.corrupt(f"its storages end at {at}, and the file has {self.file.size} bytes: it was cut")
@@ -142,11 +141,10 @@ _MAX_INT = 2**63 - 1
 class LeafMaker:
     """Maker of a file's leaves."""
 
-    def __init__(self, archive: Archive, storages: str, *, swap: bool, limits: Limits):
+    def __init__(self, archive: Archive, storages: str, *, swap: bool):
         self._archive = archive
         self._storages = storages
         self._swap = swap
-        self._limits = limits
         # By the identity of the text, which is held: a pickle names one object any number of times.
         self._texts: dict[int, tuple[str | bytes, bytes]] = {}
 
@@ -176,10 +174,9 @@ class LeafMaker:
         raise UnsupportedCheckpointError("it is a storage without a tensor, which has no shape")
 
     def _bytes_of(self, text: str | bytes) -> bytes:
-        """Returns the bytes of a text, made and charged once."""
+        """Returns the bytes of a text, made once."""
         found = self._texts.get(id(text))
         if found is None:
-            charge_metadata(2 * len(text), self._archive.file.path)
             found = self._texts[id(text)] = (text, text.encode() if isinstance(text, str) else text)
         return found[1]
 
@@ -194,7 +191,7 @@ class LeafMaker:
         if len(shape) != len(strides):
             raise CorruptCheckpointError(f"{len(strides)} strides for {len(shape)} dimensions")
         dtype = _storage_dtype(tensor.dtype)
-        self._limits.require_shape(shape, dtype)
+        self._archive.file.limits.require_shape(shape, dtype)
         count = self._elements(tensor, dtype)
         end = 0 if 0 in shape else offset + last_element(shape, strides) + 1
         if end > count:
@@ -255,7 +252,8 @@ _STORAGES = "data/"
 _BYTE_ORDERS = {b"little": "little", b"big": "big"}
 
 
-def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+@within_limits
+def open_torch(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a file, an index of several, or a directory."""
     given = files_at(os.fspath(path))
     path, is_directory = given.named, given.is_directory()
@@ -270,7 +268,7 @@ def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
         if "-of-" in name:
             parts_of(name, directory)
         files, name = open_directory_of(path)
-    opened = _TorchFiles(files, limits)
+    opened = _TorchFiles(files)
     if name.endswith(INDEX_SUFFIX):
         opened.add_index(name)
     else:
@@ -288,20 +286,20 @@ class _TorchFiles(ModelFiles):
     def add_file(self, name: str) -> None:
         file = self._root.file(name)
         if is_sequential(file):
-            archive = SequentialFile(file, self._limits)
+            archive = SequentialFile(file)
             storages, swap = "", archive.is_swapped
             tree: Any = archive.tree
         else:
             _require_zip(file)
-            archive = Archive(file, self._limits)
+            archive = Archive(file)
             top = _top_folder(archive)
             storages, swap = top + _STORAGES, _is_swapped(archive, top)
-            pickle = archive.read(top + _PICKLE, self._limits.index_bytes, "Limits.index_bytes")
-            tree = parse_pickle(pickle, file.path, file.size, self._limits)
-        maker = LeafMaker(archive, storages, swap=swap, limits=self._limits)
+            pickle = archive.read(top + _PICKLE, file.limits.index_bytes, "Limits.index_bytes")
+            tree = parse_pickle(pickle, file)
+        maker = LeafMaker(archive, storages, swap=swap)
         self._bytes += archive.index_bytes
         self._metadata["files"].append(name)
-        nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file, self._limits)
+        nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file)
         for leaf, node in nodes:
             self._claim((leaf,), name)
             if is_empty(node):

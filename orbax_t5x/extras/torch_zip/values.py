@@ -1,6 +1,6 @@
 """Values in a PyTorch file's pickle, and its stack: data only.
 
-Time and memory are bounded by the file: operations, objects and entries of the memo each by its size.
+Operations are bounded by the bytes of the pickle, objects by `Limits.entries`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.errors import CorruptCheckpointError, Fix, LimitExceededError, UnsafeCheckpointError
-from orbax_t5x.files.limits import Limits
+from orbax_t5x.errors import CorruptCheckpointError, Fix, UnsafeCheckpointError
+from orbax_t5x.files.interface import StoredFile
 
 STORAGES = {
     f"torch.{name}Storage": dtype
@@ -230,11 +230,6 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-# An object takes some 100 bytes of memory, an entry of the stack 8; a file of small tensors has fewer than these.
-_FREE_OBJECTS = 1 << 17
-_FILE_BYTES_PER_OBJECT = 16
-_FREE_OPERATIONS = 1 << 18
-_FILE_BYTES_PER_OPERATION = 8
 _FIX = Fix("in PyTorch, save only tensors: torch.save(model.state_dict(), path), or write safetensors")
 
 
@@ -245,17 +240,15 @@ class PickleEndsError(CorruptCheckpointError):
 class PickleStack:
     """Stack and memo of a pickle, which gives bytes in order."""
 
-    def __init__(self, data: bytes, path: str, file_bytes: int, limits: Limits, at: int = 0):
+    def __init__(self, data: bytes, file: StoredFile, at: int = 0):
         self._data = data
-        self._path = path
-        self._limits = limits
+        self._path = file.path
         self._at = at
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
-        self._most_objects = min(2 * limits.entries, _FREE_OBJECTS + file_bytes // _FILE_BYTES_PER_OBJECT)
-        self._objects = self._most_objects
-        self._operations = min(2 * limits.entries, _FREE_OPERATIONS + file_bytes // _FILE_BYTES_PER_OPERATION)
+        self._limits = file.limits
+        self._objects = 0
 
     # -- errors
 
@@ -264,13 +257,6 @@ class PickleStack:
 
     def _ended(self, message: str) -> PickleEndsError:
         return PickleEndsError(message, path=self._path)
-
-    def _too_many(self, what: str, most: int) -> LimitExceededError:
-        return LimitExceededError(
-            f"more than {most} {what} in its pickle: more than a file of this size needs, or Limits.entries = "
-            f"{self._limits.entries} allows",
-            path=self._path,
-        )
 
     def _unsafe(self, what: str) -> UnsafeCheckpointError:
         return UnsafeCheckpointError(f"its pickle {what}; nothing was imported or called", path=self._path, fix=_FIX)
@@ -308,9 +294,9 @@ class PickleStack:
 
     def make(self, value: Any, size: int = 1) -> None:
         """Pushes a new object with its cost."""
-        self._objects -= size
-        if self._objects < 0:
-            raise self._too_many("objects", self._most_objects)
+        self._objects += size
+        if self._objects > self._limits.entries:
+            self._limits.require_entries(self._objects, self._path)
         self._stack.append(value)
 
     def pop(self) -> Any:
@@ -326,9 +312,6 @@ class PickleStack:
 
     def mark(self) -> None:
         """Marks the stack."""
-        self._objects -= 1
-        if self._objects < 0:
-            raise self._too_many("objects", self._most_objects)
         self._marks.append(len(self._stack))
 
     def pop_mark(self) -> list[Any]:

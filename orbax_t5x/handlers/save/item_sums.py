@@ -17,9 +17,8 @@ from orbax_t5x.files.limits import Limits
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.readers.box_sums import BoxSums
-from orbax_t5x.readers.orbax.checksums import MAX_TILING_STEPS, encode_checksums, parse_checksums
+from orbax_t5x.readers.orbax.checksums import encode_checksums, parse_checksums
 from orbax_t5x.readers.orbax.metadata import CHECKSUMS_FILE
-from orbax_t5x.readers.tiling import check_tiling
 from orbax_t5x.restoring.processes import received, send
 
 
@@ -60,13 +59,13 @@ def write_sums(directory: epath.Path, parts: Iterable[bytes]) -> None:
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     boxes: dict[str, dict[Box, int]] = {}
     for part in parts:
-        for key, sums in parse_checksums(part, os.fspath(directory), Limits(), complete=False).items():
+        for key, sums in parse_checksums(part, os.fspath(directory), Limits()).items():
             shapes[key] = sums.shape, sums.dtype
             boxes.setdefault(key, {}).update(zip(sums.boxes, sums.crcs, strict=True))
     merged = {
         key: BoxSums(shape, dtype, tuple(sorted(boxes[key])), tuple(boxes[key][box] for box in sorted(boxes[key])))
         for key, (shape, dtype) in shapes.items()
-        if check_tiling(shape, list(boxes[key]), MAX_TILING_STEPS).problem is None
     }
-    if merged:
-        (directory / CHECKSUMS_FILE).write_bytes(encode_checksums(merged))
+    complete = {key: sums for key, sums in merged.items() if sums.is_complete}
+    if complete:
+        (directory / CHECKSUMS_FILE).write_bytes(encode_checksums(complete))

@@ -21,7 +21,7 @@ from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME, WEIGHTS
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
-from orbax_t5x.readers import Checkpoint, Limits
+from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
 from orbax_t5x.readers.orbax.open import read_step_metadata
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names, step_of_name
@@ -213,10 +213,10 @@ def _names_of_orbax(root: Files, names: set[str]) -> set[str] | None:
     """Lists a checkpoint's names of arrays and items, or None."""
     known: set[str] = set()
     if METADATA_FILE in names:
-        nodes = read_item_metadata(root, "", Limits()).nodes
+        nodes = read_item_metadata(root, "").nodes
         known |= {node.param.split("/")[0] for node in nodes}
     elif STEP_METADATA_FILE in names:
-        handlers = read_step_metadata(root, Limits()).get("item_handlers")
+        handlers = read_step_metadata(root).get("item_handlers")
         known |= set(handlers) if isinstance(handlers, dict) else set()
         known |= set(item_names(root))
         if not known:

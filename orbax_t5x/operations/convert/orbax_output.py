@@ -47,7 +47,7 @@ from orbax_t5x.trees.flat import unflatten, unwrapped
 from orbax_t5x.trees.pytree_names import leaf_name
 
 # Orbax walks its trees by recursion, and opening refuses deeper names.
-_MOST_LEVELS = Limits.name_levels
+_MOST_LEVELS = Limits.nesting
 
 
 def _only_this() -> ocp.options.MultiprocessingOptions:

@@ -98,15 +98,14 @@ def _lock(path: Path, name: str) -> Descriptor:
             path.mkdir(stat.S_IRWXU)
         except FileExistsError:
             is_new = False
-        foreign = f"{path} is not a work directory of this user's conversions; remove it or choose another destination"
         try:
             lock = Descriptor(path, _OPEN_FLAGS)
         except FileNotFoundError:
             continue  # another conversion has just ended
         except OSError as error:
-            raise _is_taken(name, foreign) from error
-        if os.fstat(lock.number).st_uid != os.geteuid():
-            raise _is_taken(name, foreign)
+            raise _is_taken(
+                name, f"{path} is no work directory of a conversion; remove it or choose another destination"
+            ) from error
         try:
             fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -22,22 +22,19 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.interface import ReadAhead, StoredFile
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.windows import MAX_GAP_BYTES
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import FileExtent, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
-from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText, most_leaves, too_many
+from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText
 from orbax_t5x.readers.leaves import BrokenLeaf, KnownLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, RangeLeaf
 
 _CHUNKED = "__msgpack_chunked_array__"
-# Flax cuts into chunks of 1 GiB; this many would be an array that no file system holds.
-_MOST_CHUNKS = 10_000
-# Names repeat the keys of the maps around them; what a deep tree makes of a small file is bounded by this factor.
-_NAME_BYTES_PER_FILE_BYTE = 4
-_FREE_NAME_BYTES = 1 << 20
+# A long key above many values is in the name of each: all names together may have this many times the file's bytes.
+_NAME_CHARS_PER_FILE_BYTE = 4
+_FREE_NAME_CHARS = 1 << 20
 _END: tuple[None, Node] = (None, None)
 # Under which Flax's functions kept arrays beside the file.
 _BESIDE = b"//GDAPlaceholder:"
@@ -46,7 +43,7 @@ _PLACEHOLDER = b"PLACEHOLDER://"
 
 
 def named_nodes(
-    tree: Node, file: StoredFile, limits: Limits, is_leaf: Callable[[dict[str, Node]], bool] = lambda node: False
+    tree: Node, file: StoredFile, is_leaf: Callable[[dict[str, Node]], bool] = lambda node: False
 ) -> Iterator[tuple[str, Node]]:
     """Yields the leaves and empty nodes of a tree by name."""
 
@@ -62,8 +59,7 @@ def named_nodes(
         yield "", tree
         return
     seen: set[str] = set()
-    budget = _FREE_NAME_BYTES + _NAME_BYTES_PER_FILE_BYTE * file.size
-    most = most_leaves(file.size)
+    chars_left = _FREE_NAME_CHARS + _NAME_CHARS_PER_FILE_BYTE * file.size
     stack = [("", entries)]
     while stack:
         prefix, entries = stack[-1]
@@ -71,21 +67,18 @@ def named_nodes(
         if key is None:
             stack.pop()
             continue
-        # A name is joined once it is known to be short: one key may be above very many values.
-        limits.require_name_length(len(prefix) + len(key), file.path)
+        chars_left -= len(prefix) + len(key)
+        if chars_left < 0:
+            raise LimitExceededError(
+                f"all names together have more than {_NAME_CHARS_PER_FILE_BYTE} times the bytes of the file",
+                path=file.path,
+            )
         name = prefix + key
         if (inner := entries_of(node)) is not None:
             stack.append((f"{name}/", inner))
             continue
-        limits.require_name(name, file.path)
-        budget -= len(name.encode())
-        if budget < 0:
-            raise LimitExceededError(
-                f"all names together have more than {_NAME_BYTES_PER_FILE_BYTE} times the bytes of the file",
-                path=file.path,
-            )
-        if len(seen) >= most:
-            raise too_many("leaves", most, file)
+        file.limits.require_name(name, file.path)
+        file.limits.require_entries(len(seen) + 1, file.path)
         if name in seen:
             raise CorruptCheckpointError("two leaves have this name", path=file.path, leaf=name)
         seen.add(name)
@@ -97,15 +90,15 @@ def is_empty(node: Node) -> bool:
     return node is None or (isinstance(node, (dict, list)) and not node)
 
 
-def msgpack_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
+def msgpack_leaf(name: str, node: Node, file: StoredFile) -> Leaf:
     """Makes the leaf of a node that is not empty."""
     try:
-        return _valid_leaf(name, node, file, limits)
+        return _valid_leaf(name, node, file)
     except CheckpointError as error:
         return BrokenLeaf(name, error, file.path)
 
 
-def _valid_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
+def _valid_leaf(name: str, node: Node, file: StoredFile) -> Leaf:
     if isinstance(node, StoredArray):
         return ByteRangeLeaf(name, ByteRange(file, node.start, node.shape, node.dtype))
     if isinstance(node, BrokenNode):
@@ -115,7 +108,7 @@ def _valid_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf
             raise _array_beside(node.short[len(_BESIDE) :])
         return TextLeaf(name, file, node.start, node.size)
     if isinstance(node, dict):
-        return _chunked_leaf(name, node, file, limits)
+        return _chunked_leaf(name, node, file)
     return KnownLeaf(name, file, _msgpack_number(node))
 
 
@@ -136,13 +129,13 @@ def _msgpack_number(value: Any) -> np.ndarray:
     return np.array(value)
 
 
-def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Limits) -> ByteRangeLeaf:
+def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile) -> ByteRangeLeaf:
     """Makes the leaf of an array stored in flat chunks."""
     shape = _in_index_order(node.get("shape"), "shape")
     if not all(type(size) is int and size >= 0 for size in shape):
         raise CorruptCheckpointError(f"the shape of a chunked array is {shape}")
-    chunks = [chunk for chunk in _in_index_order(node.get("chunks"), "chunks") if isinstance(chunk, StoredArray)]
-    if not chunks or len(chunks) != len(_in_index_order(node.get("chunks"), "chunks")):
+    chunks = _in_index_order(node.get("chunks"), "chunks")
+    if not chunks or not all(isinstance(chunk, StoredArray) for chunk in chunks):
         raise CorruptCheckpointError("a chunk of a chunked array is missing, or is no array")
     dtypes = {chunk.dtype for chunk in chunks}
     elements = sum(math.prod(chunk.shape) for chunk in chunks)
@@ -150,14 +143,16 @@ def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Li
         raise CorruptCheckpointError(
             f"chunks of {elements} elements of {', '.join(sorted(map(str, dtypes)))} for an array of shape {shape}"
         )
-    limits.require_shape(shape, chunks[0].dtype)
-    return ChunkedLeaf(name, JoinedExtents(file, [(one.start, one.nbytes) for one in chunks]), shape, chunks[0].dtype)
+    file.limits.require_shape(shape, chunks[0].dtype)
+    return ChunkedLeaf(
+        name, JoinedExtents(file, [(chunk.start, chunk.nbytes) for chunk in chunks]), shape, chunks[0].dtype
+    )
 
 
 def _in_index_order(node: Node, what: str) -> list[Any]:
     """Returns the values of a map from "0", "1", … to them."""
-    if not isinstance(node, dict) or len(node) > _MOST_CHUNKS:
-        raise CorruptCheckpointError(f"the {what} of a chunked array are missing, or more than {_MOST_CHUNKS}")
+    if not isinstance(node, dict):
+        raise CorruptCheckpointError(f"the {what} of a chunked array are missing")
     try:
         return [node[str(index)] for index in range(len(node))]
     except KeyError as error:

@@ -18,13 +18,11 @@ import numpy as np
 from orbax_t5x.errors import (
     CheckpointError,
     CorruptCheckpointError,
-    Fix,
     LimitExceededError,
     UnsupportedCheckpointError,
     error_at,
 )
 from orbax_t5x.files.interface import StoredFile
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.readers.ranges.window_reader import WindowReader
 
 # Numbers by first byte, from 0xCA on.
@@ -135,14 +133,7 @@ _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 # Longer texts stay in the file; names of dtypes, paths and drivers are shorter.
 _KEPT_TEXT_BYTES = 4096
 _LONGEST_DTYPE_BYTES = 64
-# A value takes some 100 bytes of memory, and one byte of the file; the specs of T5X have one for 15 bytes.
-_FREE_VALUES = 1 << 17
-_FILE_BYTES_PER_VALUE = 32
-# A leaf takes some 600 bytes of memory and ten microseconds; arrays are larger than this, but for a few.
-_FREE_LEAVES = 1 << 15
-_FILE_BYTES_PER_LEAF = 256
-# Each broken leaf keeps an error; a file with more is no checkpoint with a few damaged leaves.
-_MOST_BROKEN = 1000
+_SHOWN_NAME_CHARS = 4096
 
 _DTYPES: dict[str, np.dtype] = {
     dtype.name: dtype
@@ -192,24 +183,9 @@ Node: TypeAlias = (
 )
 
 
-def most_leaves(file_bytes: int) -> int:
-    """Returns the most leaves that a file of this size may have."""
-    return _FREE_LEAVES + file_bytes // _FILE_BYTES_PER_LEAF
-
-
-def too_many(what: str, most: int, file: StoredFile) -> LimitExceededError:
-    """Makes the error of too many small values for a file's size."""
-    return LimitExceededError(
-        f"more than {most} {what} in a file of {file.size} bytes: so many small values take far more memory than the "
-        "file",
-        path=file.path,
-        fix=Fix("store many numbers as one array"),
-    )
-
-
-def walk(file: StoredFile, limits: Limits) -> tuple[Node, int]:
+def walk(file: StoredFile) -> tuple[Node, int]:
     """Walks over a msgpack file with text keys."""
-    walker = _MessageWalker(file, limits)
+    walker = _MessageWalker(file)
     tree = walker.run()
     return tree, walker.reader.bytes_read
 
@@ -222,16 +198,12 @@ class _OpenContainer(NamedTuple):
 
 
 class _MessageWalker:
-    def __init__(self, file: StoredFile, limits: Limits):
+    def __init__(self, file: StoredFile):
         self.reader = HeaderReader(file)
         self._path = file.path
-        self._file = file
-        self._limits = limits
+        self._limits = file.limits
         self._keys: list[str] = []
         self._values = 0
-        self._broken = 0
-        self._arrays = 0
-        self._most_values = min(limits.entries, _FREE_VALUES + file.size // _FILE_BYTES_PER_VALUE)
 
     def run(self) -> Node:
         """Walks over the file and returns its tree."""
@@ -265,12 +237,6 @@ class _MessageWalker:
         kind, size, _ = header
         if kind != "text":
             raise self.reader.corrupt(f"a key is {_header_text(header)}, not text", self._name)
-        if size > self._limits.name_bytes:
-            raise LimitExceededError(
-                f"at byte {self.reader.position}: a key of {size} bytes, more than Limits.name_bytes = "
-                f"{self._limits.name_bytes}",
-                path=self._path,
-            )
         try:
             key = self.reader.take(size).decode()
         except UnicodeDecodeError:
@@ -282,8 +248,8 @@ class _MessageWalker:
     def _value(self, depth: int) -> Node | _OpenContainer:
         """Reads the next value."""
         self._values += 1
-        if self._values > self._most_values:
-            self._require_values(self._values)
+        if self._values > self._limits.entries:
+            self._limits.require_entries(self._values, self._path)
         try:
             header = self.reader.header()
         except CorruptCheckpointError as error:
@@ -295,27 +261,19 @@ class _MessageWalker:
             return self._extension(header)
         if kind in ("text", "bytes"):
             return self._text(size)
-        self._require_values(self._values + size)
+        self._limits.require_entries(self._values + size, self._path)
         node: dict[str, Node] | list[Node] = {} if kind == "map" else []
-        if depth >= self._limits.msgpack_depth:
+        if depth >= self._limits.nesting:
             raise LimitExceededError(
-                f"at byte {self.reader.position}: nested deeper than Limits.msgpack_depth = "
-                f"{self._limits.msgpack_depth}",
+                f"at byte {self.reader.position}: nested deeper than Limits.nesting = {self._limits.nesting}",
                 path=self._path,
                 leaf=self._name,
             )
         return _OpenContainer(node, size) if size else node
 
-    def _require_values(self, values: int) -> None:
-        if values <= self._most_values:
-            return
-        if values > self._limits.entries:
-            raise LimitExceededError(f"more values than Limits.entries = {self._limits.entries}", path=self._path)
-        raise too_many("values", self._most_values, self._file)
-
     @property
     def _name(self) -> str | None:
-        return "/".join(self._keys)[: self._limits.name_bytes] or None
+        return "/".join(self._keys)[:_SHOWN_NAME_CHARS] or None
 
     def _text(self, size: int) -> StoredText:
         start = self.reader.position
@@ -329,9 +287,6 @@ class _MessageWalker:
     def _extension(self, header: Header) -> Node:
         """Parses an extension, or returns its fault; the walk continues behind it."""
         reader = self.reader
-        self._arrays += 1
-        if self._arrays > most_leaves(self._file.size):
-            raise too_many("arrays", self._arrays - 1, self._file)
         end, outer = reader.position + header.size, reader.stop
         reader.stop = end
         try:
@@ -341,11 +296,6 @@ class _MessageWalker:
                 return self._array()
             raise reader.corrupt(f"the extension {header.value} is none of Flax's")
         except CheckpointError as error:
-            self._broken += 1
-            if self._broken > _MOST_BROKEN:
-                raise LimitExceededError(
-                    f"more than {_MOST_BROKEN} arrays in it are invalid; the last one: {error.message}", path=self._path
-                ) from None
             return BrokenNode(error_at(error, path=self._path, leaf=None))
         finally:
             reader.stop = outer

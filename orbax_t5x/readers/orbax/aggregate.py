@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.files.interface import Files
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes, placeholder
@@ -27,13 +26,12 @@ _EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}
 class Aggregate:
     """Opened msgpack file of an item."""
 
-    def __init__(self, root: Files, item: str, limits: Limits):
+    def __init__(self, root: Files, item: str):
         name = f"{item}/{MSGPACK_FILE}" if item else MSGPACK_FILE
-        opened = open_state_file(root, name, limits)
+        opened = open_state_file(root, name)
         self.index_bytes: int = opened.index_bytes
         self._file = opened.file
-        self._limits = limits
-        self._nodes: dict[str, WalkedNode] = dict(named_nodes(opened.tree, opened.file, limits))
+        self._nodes: dict[str, WalkedNode] = dict(named_nodes(opened.tree, opened.file))
 
     def metadata(self) -> ItemMetadata:
         """Returns the metadata that a later writer would have put into `_METADATA`."""
@@ -60,4 +58,4 @@ class Aggregate:
         if is_empty(value) or placeholder(value) is not None:
             error = CorruptCheckpointError("the value is missing in the msgpack file")
             return BrokenLeaf(name, error, self._file.path)
-        return msgpack_leaf(name, value, self._file, self._limits)
+        return msgpack_leaf(name, value, self._file)

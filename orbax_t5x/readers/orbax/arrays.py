@@ -21,7 +21,6 @@ import tensorstore as ts
 from orbax_t5x.concurrency import OnceEach, waiting_pool
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from orbax_t5x.files.interface import Files, Snapshot
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.leaves import BrokenLeaf
@@ -105,7 +104,6 @@ class ItemArrays:
     sums: Mapping[str, Any]
     values: OcdbtValues | TensorStoreValues | None
     context: ts.Context
-    limits: Limits
     kinds: OnceEach[bytes, ArrayKind] = dataclasses.field(default_factory=OnceEach[bytes, ArrayKind])
 
     @property
@@ -117,7 +115,7 @@ class ItemArrays:
     def prng_impls(self) -> dict[str, str]:
         """The implementations of typed PRNG keys, by their arrays' stored keys."""
         names = find_array_metadatas(self.root, self.name)
-        return read_prng_impls(self.root, self.name, names, self.limits)
+        return read_prng_impls(self.root, self.name, names)
 
     @functools.cached_property
     def database_kvstore(self) -> dict[str, Any]:
@@ -139,7 +137,7 @@ class ItemArrays:
         """Makes the leaf of an array, broken if it cannot be read."""
         try:
             kind, place, files = self._array(node)
-            self.limits.require_shape(kind.shape, kind.dtype)
+            self.root.limits.require_shape(kind.shape, kind.dtype)
             return chunked_leaf(
                 node.name,
                 self.directory,
@@ -150,7 +148,6 @@ class ItemArrays:
                 prng_impl=self.prng_impls.get(node.param) if kind.dtype == np.uint32 else None,
                 sums=self.sums.get(node.param),
                 files=files,
-                limits=self.limits,
                 can_list=self.root.can_list or self.database is not None,
             )
         except CheckpointError as error:
@@ -162,7 +159,7 @@ class ItemArrays:
 
     def _array(self, node: NodeMetadata) -> tuple[ArrayKind, ArrayPlace, Snapshot]:
         """Finds an array and its files; they are seen before its metadata."""
-        key, limit = array_key(node.param), self.limits.json_bytes
+        key, limit = array_key(node.param), self.root.limits.json_bytes
         if self.database is None or self.values is None:
             return self._array_directory(node, key)
         name = inside(key, self.array_metadata)
@@ -180,9 +177,8 @@ class ItemArrays:
         """Finds an array in a directory of its own; of a tree that is one array, the item itself."""
         directory = inside(self.name, key)
         try:
-            found = self.root.array_directory(
-                directory, self.array_metadata, limit=self.limits.json_bytes, leaf=node.name
-            )
+            limit = self.root.limits.json_bytes
+            found = self.root.array_directory(directory, self.array_metadata, limit=limit, leaf=node.name)
         except (CheckpointNotFoundError, CheckpointGoneError):
             path = self.root.join(directory)
             message = f"the directory of its array, or {self.array_metadata} in it, is missing"

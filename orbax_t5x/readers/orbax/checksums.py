@@ -5,7 +5,7 @@ Orbax does not read this file.
 It is written by this package's saves. One JSON object: `version` (1), `leaves`, and `crc32c`, the checksum of `leaves`
 as compact JSON with sorted keys. `leaves` maps the key under which Orbax stores a leaf to its `shape`, its `dtype`,
 the `boxes` of the array as lists of start and stop of each dimension in turn, and the `crc32c` of each box (see
-`readers.box_sums`). Boxes tile the array. A string has the dtype "string", no dimension and one box.
+`readers.box_sums`). A string has the dtype "string", no dimension and one box.
 
 Nothing in the file decides what is read: the worst that a hostile one can do is to call good data damaged, or, beside
 data that its author changed as well, to be no witness. It finds damage, not forgery.
@@ -19,43 +19,31 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CheckpointIOError,
-    CorruptCheckpointError,
-    LimitExceededError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.strict_json import parse_object
-from orbax_t5x.lazy.box import Box, box_size
 from orbax_t5x.lazy.leaf import Checksums, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
-from orbax_t5x.readers.tiling import check_tiling
 from orbax_t5x.text.wording import listed
 
 STRING = "string"
 """The dtype of strings, which Orbax stores in a file of their own."""
 _VERSION = 1
 _KEYS = frozenset({"version", "leaves", "crc32c"})
-_LEAF_KEYS = frozenset({"shape", "dtype", "boxes", "crc32c"})
 # More names than this in one error hide the first.
 _SHOWN_NAMES = 5
-_MAX_CRC = (1 << 32) - 1
-# Steps in which the boxes of all leaves together may be compared; Orbax writes even grids, which take none.
-MAX_TILING_STEPS = 20_000_000
 
 
-def read_item_sums(
-    root: Files, name: str, params: Sequence[str], limits: Limits
-) -> Mapping[str, BoxSums | CheckpointError]:
+def read_item_sums(root: Files, name: str, params: Sequence[str]) -> Mapping[str, BoxSums | CheckpointError]:
     """Reads the checksums of an item's leaves, or why they are unusable."""
     path = root.join(name)
     try:
-        leaves = parse_checksums(root.read_whole(name, limit=limits.index_bytes), path, limits)
+        leaves = parse_checksums(root.read_whole(name, limit=root.limits.index_bytes), path, root.limits)
+        if partial := [param for param, sums in leaves.items() if not sums.is_complete]:
+            raise CorruptCheckpointError(f"the boxes of {_listed(partial)} do not tile the array", path=path)
     except CheckpointIOError:
         raise
     except CheckpointError as error:
@@ -92,7 +80,7 @@ def _compact(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = True) -> dict[str, BoxSums]:
+def parse_checksums(data: bytes, path: str, limits: Limits) -> dict[str, BoxSums]:
     """Parses a file of checksums by the leaves' stored keys."""
     parsed = parse_object(data, path)
     version = parsed.get("version")
@@ -101,8 +89,7 @@ def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = 
     leaves = parsed.get("leaves")
     if parsed.keys() != _KEYS or version != _VERSION or type(version) is not int or not isinstance(leaves, dict):
         raise CorruptCheckpointError("it is no object of version, leaves and crc32c", path=path)
-    if len(leaves) > limits.entries:
-        raise LimitExceededError(f"{len(leaves)} leaves, more than Limits.entries = {limits.entries}", path=path)
+    limits.require_entries(len(leaves), path)
     found = CRC32C.extend(0, _compact(leaves))
     if type(parsed["crc32c"]) is not int or parsed["crc32c"] != found:
         raise CorruptCheckpointError(
@@ -110,64 +97,32 @@ def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = 
             path=path,
         )
     sums: dict[str, BoxSums] = {}
-    steps = MAX_TILING_STEPS
     for name, entry in leaves.items():
         try:
-            own = sums[name] = _parse_sums(entry, limits)
-            if complete:
-                tiling = check_tiling(own.shape, own.boxes, steps)
-                steps -= tiling.steps
-                if tiling.problem is not None:
-                    raise ValueError(f"the boxes do not tile the array: {tiling.problem}")
-        except ValueError as fault:
+            sums[name] = _parse_sums(entry, limits)
+        except (ValueError, TypeError, KeyError, SyntaxError) as fault:
             raise CorruptCheckpointError(f"the entry of {name[:200]!r}: {fault}", path=path) from None
     return sums
 
 
 def _parse_sums(entry: Any, limits: Limits) -> BoxSums:
-    """Parses an entry; raises ValueError with its fault."""
-    if not isinstance(entry, dict) or entry.keys() != _LEAF_KEYS:
-        raise ValueError("the entry is no object of shape, dtype, boxes and crc32c")
-    dtype, boxes = entry["dtype"], entry["boxes"]
-    shape = _numbers(entry["shape"], "shape")
-    if len(shape) > limits.rank:
-        raise ValueError(f"{len(shape)} dimensions are more than Limits.rank = {limits.rank}")
-    if not isinstance(dtype, str) or not _is_dtype(dtype) or (dtype == STRING and shape):
-        raise ValueError(f"the dtype is {str(dtype)[:40]!r}")
-    crcs = _numbers(entry["crc32c"], "crc32c")
-    if not isinstance(boxes, list) or len(boxes) != len(crcs) or not boxes:
+    """Parses an entry; raises ValueError, TypeError or KeyError if it is none."""
+    shape, crcs, dtype = _numbers(entry["shape"]), _numbers(entry["crc32c"]), entry["dtype"]
+    if dtype != STRING:
+        limits.require_shape(shape, np.dtype(dtype))
+    boxes = tuple([tuple(zip(edges[::2], edges[1::2], strict=True)) for edges in map(_numbers, entry["boxes"])])
+    if not boxes or len(boxes) != len(crcs):
         raise ValueError("there is not one checksum for each box")
-    if max(crcs) > _MAX_CRC:
-        raise ValueError("a checksum has more than 32 bits")
-    return BoxSums(shape, dtype, tuple([_box(box, shape) for box in boxes]), crcs)
+    for box in boxes:
+        if not all(start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)):
+            raise ValueError(f"{str(box)[:80]} is no box of an array of shape {list(shape)}")
+    return BoxSums(shape, dtype, boxes, crcs)
 
 
-def _box(numbers: Any, shape: tuple[int, ...]) -> Box:
-    edges = _numbers(numbers, "box")
-    box = tuple(zip(edges[::2], edges[1::2], strict=False))
-    inside = len(edges) == 2 * len(shape) and all(
-        start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
-    )
-    if not inside or (box_size(box) == 0) != (0 in shape):
-        raise ValueError(f"{str(numbers)[:80]} is no box of an array of shape {list(shape)}")
-    return box
-
-
-def _numbers(values: Any, what: str) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"the {what} is {str(values)[:80]}, no list of natural numbers")
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{str(values)[:80]} is no list of natural numbers")
     return tuple(values)
-
-
-def _is_dtype(name: str) -> bool:
-    """Reports whether this is the name of a dtype of numbers."""
-    if name == STRING:
-        return True
-    try:
-        dtype = np.dtype(name)
-    except (TypeError, ValueError, SyntaxError):
-        return False
-    return dtype.name == name and not dtype.hasobject and dtype.fields is None and dtype.itemsize > 0
 
 
 def string_checksums(value: bytes, sums: BoxSums | CheckpointError, path: str, leaf: str) -> Checksums:

@@ -19,14 +19,13 @@ from orbax_t5x.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.interface import Files
 from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.places import files_at
-from orbax_t5x.files.strict_json import charge_parsed, parse_object
+from orbax_t5x.files.strict_json import parse_object
 
 STRINGS_FILE = "_strings.json"
 CHECKSUMS_FILE = "_CHECKSUMS.json"
@@ -120,12 +119,12 @@ class ItemMetadata:
     sequences: frozenset[str] = frozenset()
 
 
-def read_item_metadata(root: Files, item: str, limits: Limits) -> ItemMetadata:
+def read_item_metadata(root: Files, item: str) -> ItemMetadata:
     """Reads and checks `_METADATA` of an item."""
     name = inside(item, METADATA_FILE)
     path = root.join(name)
     try:
-        data = root.read_whole(name, limit=limits.index_bytes)
+        data = root.read_whole(name, limit=root.limits.index_bytes)
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(
             f"{METADATA_FILE} is missing, so the names of its leaves are unknown", path=root.join(item)
@@ -134,11 +133,9 @@ def read_item_metadata(root: Files, item: str, limits: Limits) -> ItemMetadata:
     tree = parsed.get("tree_metadata")
     if not isinstance(tree, dict):
         raise CorruptCheckpointError("'tree_metadata' is missing or not an object", path=path)
-    if len(tree) > limits.entries:
-        raise LimitExceededError(f"{len(tree)} leaves, more than Limits.entries = {limits.entries}", path=path)
+    root.limits.require_entries(len(tree), path)
     keys = _Keys(path)
-    charge_parsed(parsed.get("custom_metadata"), path)
-    entries = [_parse_node(text, entry, path, limits, keys) for text, entry in tree.items()]
+    entries = [_parse_node(text, entry, path, root.limits, keys) for text, entry in tree.items()]
     return ItemMetadata(
         nodes=tuple(_distinct_nodes(entries, path)),
         use_ocdbt=_flag(parsed, "use_ocdbt", None, path),
@@ -227,8 +224,6 @@ class _Keys:
     def _check(self, key: str, kind: int, shown: str) -> None:
         if kind == _SEQUENCE and not (key.isascii() and key.isdigit()):
             raise CorruptCheckpointError(f"{shown!r} holds the sequence index {key[:200]!r}", path=self._path)
-        if not _is_text(key):
-            raise CorruptCheckpointError(f"{shown!r} holds a key with half a character", path=self._path)
         if key_leads_out(key):
             message = f"{shown!r} holds the key {key[:200]!r}, which leads out of the checkpoint"
             raise UnsafeCheckpointError(message, path=self._path)
@@ -271,13 +266,13 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
         yield node
 
 
-def read_prng_impls(root: Files, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
+def read_prng_impls(root: Files, item: str, names: Sequence[str]) -> dict[str, str]:
     """Reads the implementations of typed PRNG keys."""
     impls: dict[str, str] = {}
     for name in sorted(names):
         file = inside(item, f"{ARRAY_METADATAS}/{name}")
         path = root.join(file)
-        parsed = parse_object(root.read_whole(file, limit=limits.index_bytes), path, allow_nan=True)
+        parsed = parse_object(root.read_whole(file, limit=root.limits.index_bytes), path, allow_nan=True)
         entries = parsed.get("array_metadatas")
         if not isinstance(entries, list):
             raise CorruptCheckpointError("'array_metadatas' is missing or not a list", path=path)
@@ -297,12 +292,12 @@ def read_prng_impls(root: Files, item: str, names: Sequence[str], limits: Limits
     return impls
 
 
-def read_strings(root: Files, item: str, params: Sequence[str], limits: Limits) -> dict[str, bytes]:
+def read_strings(root: Files, item: str, params: Sequence[str]) -> dict[str, bytes]:
     """Reads the strings of an item by stored key, as UTF-8."""
     name = inside(item, STRINGS_FILE)
     path = root.join(name)
     try:
-        parsed = parse_object(root.read_whole(name, limit=limits.index_bytes), path)
+        parsed = parse_object(root.read_whole(name, limit=root.limits.index_bytes), path)
     except CheckpointNotFoundError:
         return {}
     strings: dict[str, bytes] = {}
@@ -331,6 +326,6 @@ def read_custom_metadata(directory: str) -> dict[str, Any]:
         except CheckpointError:
             pass
     is_whole = len(end) < _END_BYTES
-    data = end if is_whole else files.read_whole(METADATA_FILE, limit=Limits().index_bytes)
+    data = end if is_whole else files.read_whole(METADATA_FILE, limit=files.limits.index_bytes)
     # The metadata of a large tree take long to parse.
     return parse_object(data, path, allow_nan=True) if _CUSTOM_KEY in data else {}

@@ -28,10 +28,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.interface import Files
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import LEADS_OUT, is_name
-from orbax_t5x.files.places import files_at
-from orbax_t5x.files.strict_json import charge_parsed, parse_object
+from orbax_t5x.files.places import files_at, within_limits
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.checkpoint import Checkpoint
@@ -80,7 +79,8 @@ _NO_NUMBERS = np.dtype(object)
 _logger = logging.getLogger(__name__)
 
 
-def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
+@within_limits
+def open_orbax(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint:
     """Opens a root (its newest step), a step or an item."""
     files = files_at(os.fspath(path))
     if is_temporary(files.path):
@@ -88,7 +88,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
             "an unfinished save: Orbax renames this directory when it is done", path=files.path
         )
     if _is_single_item(files):
-        return _open_single_item(files, limits, item)
+        return _open_single_item(files, item)
     step = step_of_name(os.path.basename(files.path))
     if not is_step_directory(files):
         steps = (step for step in finished_steps(files) if not is_t5x_step(files, step.name))
@@ -99,17 +99,17 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
             )
         files, step = files_at(files.locate(newest.name)), newest.step
         if _is_single_item(files):
-            checkpoint = _open_single_item(files, limits, item)
+            checkpoint = _open_single_item(files, item)
             checkpoint.step = step
             return checkpoint
-    return _open_step(files, limits, item, step)
+    return _open_step(files, item, step)
 
 
 def _is_single_item(files: Files) -> bool:
     return is_item(files) or files.has_file(MANIFEST_FILE) or is_early_item(files)
 
 
-def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpoint:
+def _open_single_item(files: Files, item: str | None) -> Checkpoint:
     """Opens an item by its own path."""
     directory, name = os.path.split(files.path)
     if item is not None and item != name:
@@ -120,7 +120,7 @@ def _open_single_item(files: Files, limits: Limits, item: str | None) -> Checkpo
     in_step = parent.has_file(STEP_METADATA_FILE) or step_name.isdecimal()
     if in_step and deleted_item(parent) == name:
         raise _being_deleted(files.path)
-    opened = _OrbaxOpening(files, limits)
+    opened = _OrbaxOpening(files)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
 
@@ -135,8 +135,8 @@ def _require_merged(files: Files) -> None:
         )
 
 
-def _open_step(root: Files, limits: Limits, item: str | None, step: int | None) -> Checkpoint:
-    opened = _OrbaxOpening(root, limits)
+def _open_step(root: Files, item: str | None, step: int | None) -> Checkpoint:
+    opened = _OrbaxOpening(root)
     if item is not None and not root.can_list and is_name(item) and is_item(root, item):
         return opened.checkpoint({item: ""}, step=step, items=[item])
     names = item_names(root)
@@ -202,30 +202,27 @@ def _no_items(root: Files, step_metadata: Mapping[str, Any]) -> CheckpointError:
     return CheckpointNotFoundError("no item of this step holds arrays", path=root.path)
 
 
-def read_step_metadata(root: Files, limits: Limits) -> dict[str, Any]:
+def read_step_metadata(root: Files) -> dict[str, Any]:
     """Reads `_CHECKPOINT_METADATA`, or returns {}; imports no handlers."""
     try:
-        data = root.read_whole(STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
+        data = root.read_whole(STEP_METADATA_FILE, limit=root.limits.json_bytes, bound="Limits.json_bytes")
     except CheckpointNotFoundError:
         return {}
-    parsed = parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
-    charge_parsed(parsed, root.path)
-    return parsed
+    return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
 
 
 class _OrbaxOpening:
     """A checkpoint during its opening."""
 
-    def __init__(self, root: Files, limits: Limits):
+    def __init__(self, root: Files):
         self._root = root
-        self._limits = limits
         self._context = make_context()
         self._aggregates: dict[str, Any] = {}
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
         self._sequences: set[str] = set()
         self._bytes = 0
-        self.step_metadata = read_step_metadata(root, limits)
+        self.step_metadata = read_step_metadata(root)
 
     def checkpoint(
         self,
@@ -278,7 +275,7 @@ class _OrbaxOpening:
         if is_early_item(self._root, item):
             metadata = self._aggregate(item).metadata()
         else:
-            metadata = read_item_metadata(self._root, item, self._limits)
+            metadata = read_item_metadata(self._root, item)
         self._bytes += metadata.nbytes
         directory = self._root.locate(item) if item else self._root.path
         # The first versions told strings by their file alone.
@@ -293,18 +290,18 @@ class _OrbaxOpening:
         if ocdbt and files.manifest:
             database = database_files(self._root, item, files)
             try:
-                values = OcdbtValues(self._root, item, self._limits)
+                values = OcdbtValues(self._root, item)
             except (UnsupportedCheckpointError, LimitExceededError):  # TensorStore may read it
                 if self._root.is_remote:
                     raise
                 kvstore = self._root.kvstore(item, MANIFEST_FILE, list)
                 values = TensorStoreValues(kvstore, directory, self._context)
                 values.check()
-        strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
+        strings = read_strings(self._root, item, texts) if files.strings else {}
         sums: Mapping[str, Any] = {}
         if files.checksums:
             params = [node.param for node in metadata.nodes if not node.is_empty]
-            sums = _read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params, self._limits)
+            sums = _read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params)
         self._sequences.update(prefix + name if name else prefix.rstrip("/") for name in metadata.sequences)
         arrays = []
         for node in metadata.nodes:
@@ -318,9 +315,7 @@ class _OrbaxOpening:
             else:
                 arrays.append(node._replace(name=name))
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
-        opener = ItemArrays(
-            *(self._root, item, directory, database, metadata, sums, values), *(self._context, self._limits)
-        )
+        opener = ItemArrays(*(self._root, item, directory, database, metadata, sums, values), self._context)
         opened = list(opener.open(arrays))
         self._leaves.update((leaf.name, leaf) for leaf in opened)
         return {
@@ -334,7 +329,7 @@ class _OrbaxOpening:
     def _aggregate(self, item: str) -> Any:
         """Opens an early Orbax item's msgpack file once."""
         if item not in self._aggregates:
-            aggregate = self._aggregates[item] = _aggregate(self._root, item, self._limits)
+            aggregate = self._aggregates[item] = _aggregate(self._root, item)
             self._bytes += aggregate.index_bytes
         return self._aggregates[item]
 
@@ -368,7 +363,7 @@ class _OrbaxOpening:
             if dtype == _NO_NUMBERS:
                 continue
             full_name = prefix + name
-            if dtype is None or len(shape) > self._limits.rank:
+            if dtype is None or len(shape) > self._root.limits.rank:
                 raise CorruptCheckpointError(
                     f"the record of skipped leaves has shape {shape} and dtype {dtype_name[:200]!r}",
                     path=directory,
@@ -376,7 +371,7 @@ class _OrbaxOpening:
                 )
             self._empties.pop(full_name, None)
             try:
-                self._limits.require_shape(shape, dtype)
+                self._root.limits.require_shape(shape, dtype)
                 self._leaves[full_name] = EmptyLeaf(full_name, directory, shape, dtype)
             except CheckpointError as error:
                 self._leaves[full_name] = BrokenLeaf(full_name, error, directory)

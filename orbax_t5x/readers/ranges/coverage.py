@@ -1,8 +1,7 @@
 """Checksums of leaves, combined from ranges that were read.
 
 Ranges may come in any order, twice, or overlap. A range counts as verified when it is on a chain of them, each
-beginning where the one before ends, from the first byte to the last; wherever two chains meet they must agree. Columns
-(`ChecksummedRange.times`) that are side by side are first joined to whole rows.
+beginning where the one before ends, from the first byte to the last; wherever two chains meet they must agree.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def cover(ranges: Sequence[ChecksummedRange], size: int, kind: Crc = CRC32C) -> 
         return Coverage(ranges[0].crc, True)
     if not ranges:
         return Coverage(None, False)
-    table = np.asarray([one[:3] for one in ranges], np.int64)
+    table = np.asarray([one for one in ranges], np.int64)
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     again = np.all(table[1:, :2] == table[:-1, :2], axis=1)
     differ = np.flatnonzero(again & (table[1:, 2] != table[:-1, 2]))
@@ -76,10 +75,10 @@ def _chains(ranges: list[list[int]], size: int, kind: Crc) -> Coverage:
 
 
 def uncovered(ranges: Sequence[ChecksummedRange], size: int) -> list[tuple[int, int]]:
-    """Returns the byte ranges that no plain range covers."""
+    """Returns the byte ranges that no range covers."""
     holes: list[tuple[int, int]] = []
     reached = 0
-    for start, stop, *_ in sorted(ranges):
+    for start, stop, _ in sorted(ranges):
         if start > reached:
             holes.append((reached, start))
         reached = max(reached, stop)

@@ -29,8 +29,8 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import Files, StoredFile
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.places import files_at, open_directory_of
-from orbax_t5x.files.strict_json import ObjectMaker, Pairs, charge_parsed, parse_object
+from orbax_t5x.files.places import files_at, open_directory_of, within_limits
+from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.hub_files import LFS_POINTER, PART, ModelFiles, parts_of, refuse_lfs_pointer, trainer_step
 from orbax_t5x.readers.leaves import BrokenLeaf
@@ -38,8 +38,6 @@ from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 
 LENGTH_BYTES = 8
-# The format's own bound on headers; its reference reader refuses larger ones.
-_MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
 _MAX_INT = 2**63 - 1
 
@@ -57,44 +55,38 @@ DTYPES: dict[str, np.dtype] = {
 _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
-class Refusal(NamedTuple):
-    """Reason why a tensor cannot be read, smaller than an error."""
-
-    kind: type[CheckpointError]
-    message: str
-
-
 class Entry(NamedTuple):
-    """A tensor: its bytes are [start, stop) of the file."""
+    """A tensor: its bytes are [start, stop) of the file; an error stands for a dtype that is not read."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
-    dtype: np.dtype | Refusal
+    dtype: np.dtype | CheckpointError
 
 
-def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> int:
+def header_size(first: bytes | bytearray, file: StoredFile) -> int:
     """Reads the length of the JSON from the first 8 bytes."""
     if len(first) < LENGTH_BYTES:
-        raise CorruptCheckpointError(f"{len(first)} bytes are too few for a safetensors file", path=path)
-    size = int.from_bytes(first[:LENGTH_BYTES], "little")
-    if size > _MAX_HEADER_BYTES or (file_size is not None and size > file_size - LENGTH_BYTES):
-        has = "" if file_size is None else f" the file has {file_size}, and"
-        raise CorruptCheckpointError(
-            f"the header claims {size} bytes;{has} the format allows {_MAX_HEADER_BYTES}", path=path
-        )
+        raise CorruptCheckpointError(f"{len(first)} bytes are too few for a safetensors file", path=file.path)
+    size, most = int.from_bytes(first[:LENGTH_BYTES], "little"), file.limits.header_bytes
+    if size > file.size - LENGTH_BYTES:
+        message = f"the header claims {size} bytes; the file has {file.size}"
+        raise CorruptCheckpointError(message, path=file.path)
+    if size > most:
+        message = f"the header claims {size} bytes, more than Limits.header_bytes = {most}"
+        raise LimitExceededError(message, path=file.path)
     return size
 
 
-def parse_header(data: bytes | bytearray, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
+def parse_header(data: bytes | bytearray, file: StoredFile) -> tuple[list[Entry], dict[str, str]]:
     """Parses the tensors of a file, and its `__metadata__`."""
+    path, limits = file.path, file.limits
     if not data.startswith(b"{"):
         raise CorruptCheckpointError(f"the header begins with {bytes(data[:8])!r}, not with '{{'", path=path)
-    parsed = parse_object(data, path, pack=_pack)
+    parsed = parse_object(data, path)
     metadata = _parse_metadata(parsed.pop(METADATA_KEY, {}), path)
-    if len(parsed) > limits.entries:
-        raise LimitExceededError(f"{len(parsed)} tensors, more than Limits.entries = {limits.entries}", path=path)
+    limits.require_entries(len(parsed), path)
     begin = LENGTH_BYTES + len(data)
     # Millions of entries: none is kept in both forms.
     entries = [_parse_entry(name, parsed.pop(name), begin, path, limits) for name in list(parsed)]
@@ -119,42 +111,18 @@ def require_end(entries: Sequence[Entry], begin: int, file: StoredFile) -> None:
         raise CorruptCheckpointError(f"the tensors end at byte {end}, and the file at byte {file.size}", path=file.path)
 
 
-def _pack(as_dict: ObjectMaker, pairs: Pairs) -> Any:
-    """Packs an entry as a tuple; other objects stay dicts."""
-    if len(pairs) != 3:
-        return as_dict(pairs)
-    (first, code), (second, shape), (third, offsets) = pairs
-    if first != "dtype" or second != "shape" or third != "data_offsets":
-        fields = dict(pairs)
-        code, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if type(code) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
-        return as_dict(pairs)
-    sizes: list[Any] = [*shape, *offsets]
-    for size in sizes:
-        # `type`, because True is an int; the bound, because the sum with the header's size must stay a file offset.
-        if type(size) is not int or not 0 <= size <= _MAX_INT:
-            return as_dict(pairs)
-    return code, tuple(shape), offsets[0], offsets[1]
-
-
 def _parse_metadata(metadata: Any, path: str) -> dict[str, str]:
     if metadata is None:  # the format's own library takes null for no metadata
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptCheckpointError(f"{METADATA_KEY} is not an object of strings", path=path)
-    charge_parsed(metadata, path)
     return metadata
 
 
 def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -> Entry:
+    limits.require_name(name, path)
     try:
-        limits.require_name(name, path)
-    except UnicodeEncodeError:
-        raise CorruptCheckpointError(f"the name {name[:80]!r} holds half a character", path=path) from None
-    try:
-        code, shape, low, high = entry if type(entry) is tuple else _parse_fields(entry)
-        if len(shape) > limits.rank:
-            limits.require_rank(len(shape))
+        code, shape, low, high = _parse_fields(entry)
         if high < low:
             raise _no_range([low, high])
         return Entry(name, shape, begin + low, begin + high, _dtype(code, shape, high - low, limits))
@@ -163,7 +131,7 @@ def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -
 
 
 def _parse_fields(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Parses an entry with other keys, or raises its error."""
+    """Parses the three fields of an entry."""
     if not isinstance(entry, dict) or not isinstance(code := entry.get("dtype"), str):
         raise CorruptCheckpointError("its entry has no dtype")
     shape, offsets = (_sizes(entry.get(key), key) for key in ("shape", "data_offsets"))
@@ -182,22 +150,23 @@ def _no_range(offsets: list[int]) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"data_offsets are {offsets}, not a begin and an end")
 
 
-def _dtype(code: str, shape: tuple[int, ...], size: int, limits: Limits) -> np.dtype | Refusal:
+def _dtype(code: str, shape: tuple[int, ...], size: int, limits: Limits) -> np.dtype | CheckpointError:
     """Returns the dtype, or why it is refused."""
+    limits.require_rank(len(shape))
     count = math.prod(shape)
     bits = _PACKED_BITS.get(code) or (DTYPES[code].itemsize * 8 if code in DTYPES else None)
     if bits is None:
-        return Refusal(UnsupportedCheckpointError, f"its dtype {code[:100]!r} is not known")
+        return UnsupportedCheckpointError(f"its dtype {code[:100]!r} is not known")
     if count * bits != size * 8:
         raise CorruptCheckpointError(
             f"{code} of shape {list(shape)} takes {count * bits / 8:g} bytes, and its range has {size}"
         )
     if code in _PACKED_BITS:
-        return Refusal(UnsupportedCheckpointError, f"its dtype {code} packs elements of {bits} bits")
+        return UnsupportedCheckpointError(f"its dtype {code} packs elements of {bits} bits")
     try:
         limits.require_shape(shape, DTYPES[code])
     except CheckpointError as error:
-        return Refusal(type(error), error.message)
+        return error
     return DTYPES[code]
 
 
@@ -207,7 +176,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+@within_limits
+def open_safetensors(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a local `.safetensors` file, a `.safetensors.index.json`, or a directory with either."""
     given = files_at(os.fspath(path))
     path, is_directory = given.named, given.is_directory()
@@ -218,7 +188,7 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
         parts_of(name, directory)
     if given.is_link() and not is_directory and not name.endswith(INDEX_SUFFIX):
         files, name = open_directory_of(path)
-    opened = _SafetensorsFiles(files, limits)
+    opened = _SafetensorsFiles(files)
     if is_directory:
         opened.add_directory()
     elif name.endswith(INDEX_SUFFIX):
@@ -235,8 +205,8 @@ class _SafetensorsFiles(ModelFiles):
     format = "safetensors"
     suffix = SUFFIX
 
-    def __init__(self, root: Files, limits: Limits):
-        super().__init__(root, limits)
+    def __init__(self, root: Files):
+        super().__init__(root)
         self._metadata["file_metadata"] = {}
 
     def add_directory(self) -> None:
@@ -261,10 +231,10 @@ class _SafetensorsFiles(ModelFiles):
         file = self._root.file(name)
         first = bytes(file.read(0, min(file.size, len(LFS_POINTER))))
         refuse_lfs_pointer(first, file.path)
-        size = header_size(first, file.size, file.path)
+        size = header_size(first, file)
         data = file.read(LENGTH_BYTES, size)
         self._bytes += LENGTH_BYTES + size
-        entries, metadata = parse_header(data, file.path, self._limits)
+        entries, metadata = parse_header(data, file)
         del data
         require_end(entries, LENGTH_BYTES + size, file)
         self._metadata["files"].append(name)
@@ -273,8 +243,8 @@ class _SafetensorsFiles(ModelFiles):
         entries.reverse()
         while entries:
             leaf, shape, start, _, dtype = entries.pop()  # so that none is kept in both forms
-            if isinstance(dtype, Refusal):
-                self._leaves[leaf] = BrokenLeaf(leaf, dtype.kind(dtype.message), file.path)
+            if isinstance(dtype, CheckpointError):
+                self._leaves[leaf] = BrokenLeaf(leaf, dtype, file.path)
             else:
                 self._leaves[leaf] = ByteRangeLeaf(leaf, ByteRange(file, start, shape, dtype))
 

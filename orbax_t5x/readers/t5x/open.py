@@ -28,9 +28,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.paths import is_hub_blob
-from orbax_t5x.files.places import files_at, open_directory_of
+from orbax_t5x.files.places import files_at, open_directory_of, within_limits
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.array_kind import ArrayKind
 from orbax_t5x.readers.checkpoint import Checkpoint
@@ -61,11 +60,10 @@ _UINT16 = "<u2"
 class ZarrArrays:
     """The arrays of a checkpoint."""
 
-    def __init__(self, root: Files, file: str, version: int, limits: Limits):
+    def __init__(self, root: Files, file: str, version: int):
         self._root = root
         self._file = file
         self._version = version
-        self._limits = limits
         self._context = make_context()
         self._leaf_of: dict[Hashable, str] = {}
         # Layers are alike: thousands of arrays have a few metadata.
@@ -80,7 +78,7 @@ class ZarrArrays:
         except CheckpointError as error:
             return BrokenLeaf(name, error, self._file)
         try:
-            limit = self._limits.json_bytes
+            limit = self._root.limits.json_bytes
             found = self._root.array_directory(spec.directory, METADATA_FILE, limit=limit, leaf=name)
         except (CheckpointNotFoundError, CheckpointGoneError):
             error = CorruptCheckpointError("the directory of its array, or the metadata in it, is missing")
@@ -105,7 +103,7 @@ class ZarrArrays:
         self.index_bytes += len(found.metadata)
         metadata = self._parsed.get(found.metadata)
         if metadata is None:
-            metadata = self._parsed[found.metadata] = parse_zarr_metadata(found.metadata, file, self._limits)
+            metadata = self._parsed[found.metadata] = parse_zarr_metadata(found.metadata, file, self._root.limits)
         if spec.shape not in (None, tuple(metadata["shape"])):
             raise LeafMismatchError(
                 f"the msgpack file has the shape {list(spec.shape or ())}, {METADATA_FILE} has {metadata['shape']}"
@@ -150,7 +148,6 @@ class ZarrArrays:
             ArrayPlace(root, directory, array),
             root=root,
             files=found.files,
-            limits=self._limits,
             can_list=root.can_list,
         )
 
@@ -158,7 +155,8 @@ class ZarrArrays:
 _VERSIONS = range(4)
 
 
-def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+@within_limits
+def open_t5x(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a root, a step or a `checkpoint` file."""
     given = files_at(os.fspath(path))
     path = given.named
@@ -168,7 +166,7 @@ def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
         if is_hub_blob(root.join(name)) and beside.has_files([own])[0]:
             root, name = beside, own  # its arrays are beside the link to the blob
         step = step_of_name(os.path.basename(os.path.dirname(path)) if own == MSGPACK_FILE else own)
-        return _open(path, root, name, step, limits)
+        return _open(path, root, name, step)
     if not given.exists(MSGPACK_FILE):
         steps = (step for step in finished_steps(given) if given.exists(f"{step.name}/{MSGPACK_FILE}"))
         newest = newest_step(given, steps)
@@ -177,18 +175,18 @@ def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
                 f"neither a T5X step with a file {MSGPACK_FILE!r} nor a root with such steps", path=path
             )
         path = given.locate(newest.name)
-    return _open(path, files_at(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
+    return _open(path, files_at(path), MSGPACK_FILE, step_of_name(os.path.basename(path)))
 
 
-def _open(path: str, root: Files, name: str, step: int | None, limits: Limits) -> Checkpoint:
-    opened = open_state_file(root, name, limits)
+def _open(path: str, root: Files, name: str, step: int | None) -> Checkpoint:
+    opened = open_state_file(root, name)
     version, tree = _tree_of(opened)
     if version == 0 and name == MSGPACK_FILE and is_early_item(opened.tree):
         opened.files.close()
-        return _open_orbax(root.path, limits=limits)
-    nodes = list(named_nodes(tree, opened.file, limits, is_spec))
+        return _open_orbax(root.path)
+    nodes = list(named_nodes(tree, opened.file, is_spec))
     specs = {name: node for name, node in nodes if isinstance(node, dict) and is_spec(node)}
-    arrays = ZarrArrays(root, opened.file.path, version, limits)
+    arrays = ZarrArrays(root, opened.file.path, version)
     open_all = waiting_pool().map if root.is_remote else map
     leaves: dict[str, Leaf] = {leaf.name: leaf for leaf in open_all(arrays.leaf, specs, specs.values())}
     empties: dict[str, Any] = {}
@@ -198,7 +196,7 @@ def _open(path: str, root: Files, name: str, step: int | None, limits: Limits) -
         if is_empty(node):
             empties[leaf_name] = node
         else:
-            leaves[leaf_name] = msgpack_leaf(leaf_name, node, opened.file, limits)
+            leaves[leaf_name] = msgpack_leaf(leaf_name, node, opened.file)
     return Checkpoint(
         path=path,
         format="t5x",

@@ -3,7 +3,7 @@
 Of a TensorStore spec in a `checkpoint` file only a directory, a shape and a dtype are taken. A spec sets where and how
 TensorStore shall read, and the file that holds it is input from outside. None is ever handed to TensorStore: the
 directory must be a relative path inside the checkpoint, shape and dtype are compared with the array's own `.zarray`,
-and the rest is either known and without meaning for reading, or an error. T5X wrote specs of three ages: the kvstore's
+and the rest is ignored. T5X wrote specs of three ages: the kvstore's
 driver is `file`, `gfile` or `gcs` (with any bucket: the arrays are beside the file wherever that is now), the path is
 in the kvstore or beside it, and old ones repeat the whole zarr metadata and an identity transform. The metadata that
 TensorStore gets are written anew from the fields of `.zarray`, whose bounds are proven here. Pure: maps and bytes in, a
@@ -27,29 +27,6 @@ from orbax_t5x.files.strict_json import parse_object
 from orbax_t5x.readers.flax_msgpack.walk import Node, StoredText
 
 _DRIVERS = frozenset({"file", "gfile", "gcs"})
-# Settings of how TensorStore shall work; ours are our own.
-_IGNORED = frozenset(
-    {
-        *("open", "create", "delete_existing", "assume_metadata", "assume_cached_metadata", "recheck_cached"),
-        *("recheck_cached_data", "recheck_cached_metadata", "store_data_equal_to_fill_value", "context", "rank"),
-        *("fill_missing_data_reads", "cache_pool", "metadata_cache_pool", "data_copy_concurrency"),
-    }
-)
-_KNOWN = frozenset({"driver", "dtype", "kvstore", "metadata", "path", "transform"}) | _IGNORED
-_KVSTORE_IGNORED = frozenset(
-    {
-        *("bucket", "context", "cache_pool", "file_io_concurrency", "file_io_sync", "file_io_locking"),
-        *("gcs_request_concurrency", "gcs_request_retries", "gcs_user_project", "data_copy_concurrency"),
-    }
-)
-# Fields that send a request, or credentials, somewhere.
-_REACHING_OUT = frozenset({"endpoint", "base_url", "headers", "aws_credentials", "aws_region", "host_header", "url"})
-_METADATA_KEYS = frozenset(
-    {
-        *("shape", "chunks", "dtype", "compressor", "fill_value", "filters", "order", "zarr_format"),
-        "dimension_separator",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,25 +48,20 @@ def is_spec(node: Mapping[str, Node]) -> bool:
 
 
 def parse_spec(node: Mapping[str, Node]) -> ArraySpec:
-    """Parses a spec."""
+    """Parses a spec; its other fields say how TensorStore shall work, and are ignored."""
     spec = {key: _plain(value) for key, value in node.items()}
-    _refuse_reaching_out(spec)
-    if "kvstore" in spec:
-        _require_kvstore(spec["kvstore"])
+    kvstore, metadata = spec.get("kvstore"), spec.get("metadata")
+    if kvstore is not None:
+        _require_kvstore(kvstore)
     if spec["driver"] != "zarr":
         raise UnsupportedCheckpointError(f"its spec has the driver {_shown(spec['driver'])}; T5X writes 'zarr'")
-    if unknown := sorted(spec.keys() - _KNOWN):
-        raise UnsupportedCheckpointError(f"its spec has the field {_shown(unknown[0])}, which T5X never wrote")
-    path = _path(spec.get("kvstore"), spec.get("path"))
-    metadata = spec.get("metadata")
+    path = _path(kvstore, spec.get("path"))
     if not isinstance(metadata, dict):
         raise CorruptCheckpointError("its spec has no metadata")
-    if unknown := sorted(metadata.keys() - _METADATA_KEYS):
-        raise UnsupportedCheckpointError(f"its spec's metadata has the field {_shown(unknown[0])}")
     shape = _shape(metadata["shape"]) if "shape" in metadata else None
     if "transform" in spec:
         _require_identity(spec["transform"], shape)
-    dtypes = tuple(_text(said["dtype"], "dtype") for said in (spec, metadata) if "dtype" in said)
+    dtypes = tuple(_text(fields["dtype"], "dtype") for fields in (spec, metadata) if "dtype" in fields)
     return ArraySpec("/".join(split_name(path)), shape, dtypes)
 
 
@@ -108,13 +80,6 @@ def _plain(node: Node) -> Any:
     raise CorruptCheckpointError("its spec holds an array")
 
 
-def _refuse_reaching_out(spec: Mapping[str, Any]) -> None:
-    kvstore = spec.get("kvstore")
-    for said in (spec, kvstore if isinstance(kvstore, dict) else {}):
-        if found := sorted(said.keys() & _REACHING_OUT):
-            raise UnsafeCheckpointError(f"its spec has the field {found[0]!r}, which leads to another machine")
-
-
 def _require_kvstore(kvstore: Any) -> None:
     """Refuses a kvstore that T5X does not write."""
     if isinstance(kvstore, str):
@@ -127,8 +92,6 @@ def _require_kvstore(kvstore: Any) -> None:
             f"its spec names the kvstore {_shown(driver)}; only 'file', 'gfile' and 'gcs' name files beside the "
             "checkpoint"
         )
-    if unknown := sorted(kvstore.keys() - _KVSTORE_IGNORED - {"driver", "path"}):
-        raise UnsupportedCheckpointError(f"its spec's kvstore has the field {_shown(unknown[0])}")
 
 
 def _path(kvstore: Any, beside: Any) -> str:
@@ -155,23 +118,17 @@ def _text(said: Any, what: str) -> str:
 
 def _require_identity(transform: Any, shape: tuple[int, ...] | None) -> None:
     """Refuses a transform that is not the identity."""
-    said = dict(transform) if isinstance(transform, dict) else {"": transform}
-    rank = len(shape) if shape is not None else -1
-    stops = said.pop("input_exclusive_max", said.pop("input_shape", list(shape or ())))
-    starts = said.pop("input_inclusive_min", [0] * rank)
-    said.pop("input_rank", None)
-    labels = said.pop("input_labels", [""] * rank)
-    outputs = said.pop("output", [{"input_dimension": number} for number in range(rank)])
-    identity = (
-        shape is not None
-        and isinstance(stops, list)
-        and [stop[0] if isinstance(stop, list) and len(stop) == 1 else stop for stop in stops] == list(shape)
+    fields = transform if isinstance(transform, dict) else {"output": transform}
+    outputs, starts = fields.get("output", []), fields.get("input_inclusive_min", [])
+    stops = fields.get("input_exclusive_max", fields.get("input_shape", list(shape or ())))
+    is_identity = (
+        isinstance(outputs, list)
+        and outputs == [{"input_dimension": axis} for axis in range(len(outputs))]
         and isinstance(starts, list)
-        and [start[0] if isinstance(start, list) and len(start) == 1 else start for start in starts] == [0] * rank
-        and labels == [""] * rank
-        and outputs == [{"input_dimension": number} for number in range(rank)]
+        and all(start in (0, [0]) for start in starts)
+        and stops in (list(shape or ()), [[size] for size in shape or ()])
     )
-    if said or not identity:
+    if not is_identity:
         raise UnsupportedCheckpointError(f"its spec has the transform {_shown(transform)}, which is not the identity")
 
 

@@ -7,10 +7,9 @@ Shards are measured (`fstat`), never read. Nothing is sized by an entry's number
 
 from __future__ import annotations
 
-import collections
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -26,8 +25,7 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.files.interface import Files, StoredFile
-from orbax_t5x.files.limits import Limits
-from orbax_t5x.lazy.box import Box, box_shape
+from orbax_t5x.lazy.box import Box, box_shape, box_size, box_text
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.leaves import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
@@ -42,7 +40,6 @@ from orbax_t5x.readers.tf_bundle.proto import (
     variable_of_slice,
 )
 from orbax_t5x.readers.tf_bundle.sstable import unmask
-from orbax_t5x.readers.tiling import MAX_TILING_STEPS, box_text, check_tiling
 
 # TensorFlow's DataType. Those with an `ml_dtypes` name take one byte per element below 8 bits, too.
 _DTYPES: dict[int, np.dtype] = {
@@ -73,8 +70,8 @@ _string_range: Callable[..., StoredRange] = on_demand.function(
 )
 
 _BIG_ENDIAN = 1
-# An entry may list so many slices more than the index has of its variable, so that the error can name the missing one.
-_SPARE_SLICES = 16
+# Slices of even grids, as TensorFlow's partitioners make them, have as many cells as slices.
+_MOST_CELLS = 1 << 24
 
 
 class BundleLeaves:
@@ -83,20 +80,16 @@ class BundleLeaves:
     `shards` are the files that were looked at, or why they cannot be read.
     """
 
-    def __init__(self, files: Files, prefix: str, header: BundleHeader, limits: Limits):
+    def __init__(self, files: Files, prefix: str, header: BundleHeader):
         self._files = files
         self._prefix = prefix
         self._index_path = files.join(f"{prefix}.index")
         self._num_shards = header.num_shards
-        self._limits = limits
+        self._limits = files.limits
         self._swap = (header.endianness == _BIG_ENDIAN) != (sys.byteorder == "big")
         self.shards: dict[int, StoredFile | CheckpointError] = {}
         # Shapes and dtypes of entries, by the entry's dtype and shape; most are those of other entries.
         self._proven: dict[tuple[int, tuple[int, ...] | None], tuple[tuple[int, ...], np.dtype]] = {}
-        # How many slices each variable has, by name; filled from the keys, each of which names one variable.
-        self._slice_counts: collections.Counter[bytes | None] = collections.Counter()
-        # What comparing irregular slices with each other may still take, for all variables together.
-        self._tiling_steps = MAX_TILING_STEPS
 
     def _shard_name(self, number: int) -> str:
         return f"{self._prefix}.data-{number:05d}-of-{self._num_shards:05d}"
@@ -124,7 +117,6 @@ class BundleLeaves:
         """Makes the leaves by name; `slices` are encoded entries by key."""
         leaves: dict[str, Leaf] = {}
         unclaimed = set(slices)
-        self._slice_counts = collections.Counter(map(variable_of_slice, slices))
         broken: set[bytes] = set()
         for key, value in entries.items():
             name = self._name(key)
@@ -149,20 +141,19 @@ class BundleLeaves:
             raise CorruptCheckpointError(f"the name {key[:80]!r} is not UTF-8", path=self._index_path) from None
         if "\0" in name:
             raise CorruptCheckpointError(f"the name {name[:80]!r} holds a NUL", path=self._index_path)
-        if len(key) > self._limits.name_bytes or key.count(b"/") >= self._limits.name_levels:
-            self._limits.require_name(name, self._index_path)
+        self._limits.require_name(name, self._index_path)
         return name
 
     # -- single leaves; an error without a file is about the index
 
-    def _parse(self, name: str, value: bytes) -> BundleEntry:
+    def _parse(self, value: bytes) -> BundleEntry:
         try:
-            return parse_entry(value, self._limits.rank, self._slice_counts.get(name.encode(), 0) + _SPARE_SLICES)
+            return parse_entry(value, self._limits.rank)
         except BadMessage as problem:
             raise CorruptCheckpointError(f"its entry cannot be read: {problem}") from None
 
     def _leaf(self, name: str, value: bytes, slices: Mapping[bytes, bytes], unclaimed: set[bytes]) -> Leaf:
-        entry = self._parse(name, value)
+        entry = self._parse(value)
         kind = entry.dtype, entry.shape
         if kind not in self._proven:
             shape, dtype = _shape_of(entry), _OBJECT if entry.dtype == STRING else _DTYPES.get(entry.dtype)
@@ -190,8 +181,7 @@ class BundleLeaves:
                 )
             if entry.size < count + 4:
                 raise CorruptCheckpointError(f"{entry.size} bytes for {count} strings")
-            if count > self._limits.entries:
-                raise LimitExceededError(f"{count} strings, more than Limits.entries = {self._limits.entries}")
+            self._limits.require_entries(count, self._index_path)
         elif entry.size != count * dtype.itemsize:
             needed = count * dtype.itemsize
             raise CorruptCheckpointError(f"{entry.size} bytes, but {dtype} of shape {shape} takes {needed}")
@@ -226,15 +216,12 @@ class BundleLeaves:
         keys = [slice_key(name.encode(), extents) for extents in entry.slices]
         unclaimed.difference_update(keys)
         boxes = [_box_of(extents, shape) for extents in entry.slices]
-        tiling = check_tiling(shape, boxes, self._tiling_steps)
-        self._tiling_steps -= tiling.steps
-        if tiling.problem is not None:
-            raise CorruptCheckpointError(tiling.problem)
+        _require_tiling(shape, boxes)
         stored_slices: list[Any] = []
         for key, box in zip(keys, boxes, strict=True):
             if key not in slices:
                 raise CorruptCheckpointError(f"the slice {box_text(box)} has no entry")
-            own = self._parse(name, slices[key])
+            own = self._parse(slices[key])
             if own.dtype != entry.dtype or own.slices:
                 message = f"the slice {box_text(box)} has dtype {own.dtype}, the variable {entry.dtype}"
                 raise CorruptCheckpointError(message)
@@ -270,3 +257,20 @@ def _box_of(extents: tuple[Extent, ...], shape: tuple[int, ...]) -> Box:
             raise CorruptCheckpointError(f"a slice of {length} from {start} in a dimension of {size}")
         box.append((start, stop))
     return tuple(box)
+
+
+def _require_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Proves that each element of an array is in exactly one of some boxes inside it."""
+    if (elements := sum(map(box_size, boxes))) != math.prod(shape):
+        raise CorruptCheckpointError(f"its slices have {elements} elements, and the shape {shape} {math.prod(shape)}")
+    edges = [sorted({0, size, *(edge for box in boxes for edge in box[axis])}) for axis, size in enumerate(shape)]
+    cells = tuple([len(marks) - 1 for marks in edges])
+    if math.prod(cells) > _MOST_CELLS:
+        raise CorruptCheckpointError(f"its {len(boxes)} slices make a grid of {math.prod(cells)} cells")
+    numbers = [{edge: number for number, edge in enumerate(marks)} for marks in edges]
+    is_held = np.zeros(cells, np.bool_)
+    for box in boxes:
+        held = is_held[tuple([slice(marks[low], marks[high]) for (low, high), marks in zip(box, numbers, strict=True)])]
+        if held.any():
+            raise CorruptCheckpointError(f"the slice {box_text(box)} overlaps another one")
+        held[...] = True

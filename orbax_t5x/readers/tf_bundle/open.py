@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 from orbax_t5x.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files.interface import Files, StoredFile
-from orbax_t5x.files.limits import LEAF_BYTES, Limits, charge_metadata
 from orbax_t5x.files.paths import split_name
-from orbax_t5x.files.places import files_at
+from orbax_t5x.files.places import files_at, within_limits
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, BundleHeader, parse_bundle_header
@@ -197,17 +195,17 @@ _MAX_SHARDS = 100_000
 _ENDIANNESS = {0: "little", 1: "big"}
 
 
-def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None) -> Checkpoint:
+@within_limits
+def open_tf_bundle(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a bundle by its prefix, a file or its directory."""
-    limits = limits if limits is not None else Limits()
     place = find_bundle(os.fspath(path))
     files, index_files = place.root, files_at(place.root.path)
     try:
         index = index_files.file(f"{place.prefix}.index")
-        header, entries, slices = _read_index(index, limits)
+        header, entries, slices = _read_index(index)
     finally:
         index_files.close()
-    leaves = BundleLeaves(files, place.prefix, header, limits)
+    leaves = BundleLeaves(files, place.prefix, header)
     step = _STEP.search(place.prefix)
     by_name = leaves.leaves(entries, slices)
     return Checkpoint(
@@ -239,19 +237,16 @@ def _bundle_metadata(place: BundleLocation, header: BundleHeader, leaves: Bundle
 # -- the index
 
 
-def _read_index(index: StoredFile, limits: Limits) -> tuple[BundleHeader, dict[bytes, bytes], dict[bytes, bytes]]:
+def _read_index(index: StoredFile) -> tuple[BundleHeader, dict[bytes, bytes], dict[bytes, bytes]]:
     """Reads the header and the entries of variables and slices."""
     entries: dict[bytes, bytes] = {}
     slices: dict[bytes, bytes] = {}
     header: BundleHeader | None = None
-    for key, value in Table(index, limits).entries():
+    for key, value in Table(index).entries():
         if header is None:
             header = _header(index, key, value)
             continue
-        # Names are longer than the file: a table stores what they share once.
-        charge_metadata(LEAF_BYTES + len(key) + len(value), index.path)
-        if len(entries) + len(slices) >= limits.entries:
-            raise LimitExceededError(f"more than {limits.entries} entries (Limits.entries)", path=index.path)
+        index.limits.require_entries(len(entries) + len(slices) + 1, index.path)
         (slices if key[0] == 0 else entries)[key] = value
     if header is None:
         raise CorruptCheckpointError("an empty table: the header is missing", path=index.path)

@@ -164,13 +164,10 @@ def _parse_slice(data: bytes, max_rank: int) -> tuple[Extent, ...]:
     return tuple(result)
 
 
-def parse_entry(data: bytes, max_rank: int, max_slices: int) -> BundleEntry:
+def parse_entry(data: bytes, max_rank: int) -> BundleEntry:
     """Parses a BundleEntryProto."""
     kind = "BundleEntryProto"
     entry = _scan(data, kind, _ENTRY, repeated=7)
-    slices = entry.get(7, ())
-    if len(slices) > max_slices:
-        raise BadMessage(f"it lists {len(slices)} slices, and the index has far fewer for it")
     return BundleEntry(
         dtype=_signed_field(entry, 1, kind, 32),
         shape=_parse_shape(entry.get(2, b""), max_rank),
@@ -178,7 +175,7 @@ def parse_entry(data: bytes, max_rank: int, max_slices: int) -> BundleEntry:
         offset=_signed_field(entry, 4, kind),
         size=_signed_field(entry, 5, kind),
         masked_crc=int.from_bytes(entry.get(6, b""), "little"),
-        slices=tuple([_parse_slice(one, max_rank) for one in slices]),
+        slices=tuple([_parse_slice(extents, max_rank) for extents in entry.get(7, ())]),
     )
 
 

@@ -3,14 +3,11 @@
 The index of a TensorFlow bundle is such a table. A table is blocks of sorted, prefix-compressed entries, an index block
 with their offsets, and a footer with where that is. Everything is proven before it is used: a length is compared with
 the file and the limits before anything is allocated, each block is read once and its checksum holds, blocks follow one
-another, keys ascend strictly through the whole table, and every restart point is an entry. One block is in memory at a
-time. A table that breaks a rule gives no entries beyond the breach: readers that seek through such a table would
-silently miss some.
+another, and keys ascend strictly through the whole table. One block is in memory at a time.
 """
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,13 +17,14 @@ import cramjam
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.files.crc import CRC32C
 from orbax_t5x.files.interface import StoredFile
-from orbax_t5x.files.limits import Limits
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 _FOOTER_BYTES = 48
 # Behind each block: one byte for the compression, four of checksum.
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
+# Writers make blocks of 256 KiB; a longer one only takes memory.
+_MOST_BLOCK_BYTES = 64 << 20
 # Ten groups of seven bits hold 64.
 _MAX_VARINT_BYTES = 10
 _MASK_DELTA = 0xA282EAD8
@@ -84,14 +82,12 @@ def is_table(file: StoredFile) -> bool:
 class Table:
     """Open table that reads its blocks as they are iterated."""
 
-    def __init__(self, file: StoredFile, limits: Limits):
+    def __init__(self, file: StoredFile):
         self._file = file
-        self._limits = limits
-        if file.size > limits.index_bytes:
-            raise LimitExceededError(
-                f"the index has {file.size} bytes, the limit is {limits.index_bytes} (Limits.index_bytes)",
-                path=file.path,
-            )
+        # What the file, and what blocks and their keys may take: snappy makes blocks longer, shared beginnings keys.
+        self._left = file.limits.index_bytes
+        self._take(file.size)
+        self._left = file.limits.index_bytes
         if file.size < _FOOTER_BYTES:
             raise self._corrupt(f"not an SSTable: {file.size} bytes are less than its footer has")
         footer = bytes(file.read(file.size - _FOOTER_BYTES, _FOOTER_BYTES))
@@ -107,32 +103,29 @@ class Table:
         self._end = file.size - _FOOTER_BYTES
         self._check(meta)
         self._check(index)
-        self._decompressed = 0
         self._blocks = self._read_index(index, meta)
 
     def _corrupt(self, message: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(message, path=self._file.path)
+
+    def _take(self, nbytes: int) -> None:
+        """Counts bytes of blocks or keys."""
+        self._left -= nbytes
+        if self._left < 0:
+            message = f"the index has more bytes than Limits.index_bytes = {self._file.limits.index_bytes}"
+            raise LimitExceededError(message, path=self._file.path)
 
     def _check(self, handle: _Handle) -> None:
         if handle.stop > self._end:
             raise self._corrupt(
                 f"a block of {handle.size} bytes at {handle.offset} reaches beyond the footer at {self._end}"
             )
-        if handle.size > self._limits.block_bytes:
-            raise LimitExceededError(
-                f"a block of {handle.size} bytes, the limit is {self._limits.block_bytes} (Limits.block_bytes)",
-                path=self._file.path,
-            )
 
-    def _read_index(self, index: _Handle, meta: _Handle) -> list[tuple[bytes, _Handle]]:
-        """Reads the separator key and handle of each data block."""
-        blocks: list[tuple[bytes, _Handle]] = []
+    def _read_index(self, index: _Handle, meta: _Handle) -> list[_Handle]:
+        """Reads the handle of each data block."""
+        blocks: list[_Handle] = []
         reached = 0
-        last = b""
-        for key, value in self._entries(index, self._read_block(index)):
-            if blocks and key <= last:
-                raise self._corrupt("the keys of the index block do not ascend")
-            last = key
+        for _, value in self._entries(index, self._read_block(index)):
             try:
                 handle, at = _read_handle(value, 0, len(value))
             except BadVarint:
@@ -146,7 +139,7 @@ class Table:
             if not apart:
                 raise self._corrupt(f"the block at {handle.offset} begins inside another one, or before it")
             reached = handle.stop
-            blocks.append((key, handle))
+            blocks.append(handle)
         return blocks
 
     def _read_block(self, handle: _Handle) -> bytes:
@@ -168,12 +161,7 @@ class Table:
                 f"the block at {handle.offset} has compression {kind}; 0 (none) and 1 (snappy) can be read",
                 path=self._file.path,
             )
-        self._decompressed += len(block)
-        if self._decompressed > self._limits.index_bytes:
-            raise LimitExceededError(
-                f"the index unpacks to more than {self._limits.index_bytes} bytes (Limits.index_bytes)",
-                path=self._file.path,
-            )
+        self._take(len(block))
         return block
 
     def _decompress(self, stored: bytes, handle: _Handle) -> bytes:
@@ -181,10 +169,9 @@ class Table:
             size, _ = read_varint(stored, 0, len(stored))
         except BadVarint:
             raise self._corrupt(f"the snappy block at {handle.offset} has no length") from None
-        if size > self._limits.block_bytes:
+        if size > _MOST_BLOCK_BYTES:
             raise LimitExceededError(
-                f"the block at {handle.offset} unpacks to {size} bytes, the limit is {self._limits.block_bytes}"
-                " (Limits.block_bytes)",
+                f"the block at {handle.offset} unpacks to {size} bytes, the limit is {_MOST_BLOCK_BYTES}",
                 path=self._file.path,
             )
         # Three bytes make at most 64: a length beyond that is false and would only allocate memory.
@@ -207,13 +194,8 @@ class Table:
             raise self._corrupt(f"{where} has no restart points")
         (count,) = struct.unpack_from("<I", block, len(block) - 4)
         end = len(block) - 4 - 4 * count
-        if not count or end < 0:
+        if end < 0:
             raise self._corrupt(f"{where} of {len(block)} bytes claims {count} restart points")
-        restarts = struct.unpack_from(f"<{count}I", block, end)
-        if restarts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(restarts)):
-            raise self._corrupt(f"the restart points of {where} do not ascend from 0")
-        pending = iter(restarts)
-        restart = next(pending)
         at = 0
         key = b""
         try:
@@ -226,37 +208,22 @@ class Table:
                     shared, at = read_varint(block, at, end)
                     unshared, at = read_varint(block, at, end)
                     size, at = read_varint(block, at, end)
-                if start == restart:
-                    if shared:
-                        raise self._corrupt(f"an entry at a restart point of {where} continues another key")
-                    restart = next(pending, -1)
                 if shared > len(key) or unshared + size > end - at:
                     raise self._corrupt(f"an entry of {where} at byte {start} reaches outside of it")
-                if shared + unshared > self._limits.name_bytes:
-                    raise self._corrupt(
-                        f"a key of {shared + unshared} bytes; {self._limits.name_bytes} are allowed (Limits.name_bytes)"
-                    )
+                self._take(shared)
                 key = key[:shared] + block[at : at + unshared]
                 at += unshared
                 yield key, block[at : at + size]
                 at += size
         except BadVarint:
             raise self._corrupt(f"an entry of {where} has no proper lengths") from None
-        if restart != -1 and not (restart == 0 and end == 0):
-            raise self._corrupt(f"a restart point of {where} is no entry: {restart}")
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields all (key, value) of the table, strictly ascending."""
         last: bytes | None = None
-        separator: bytes | None = None
-        for block_separator, handle in self._blocks:
+        for handle in self._blocks:
             for key, value in self._entries(handle, self._read_block(handle)):
                 if last is not None and key <= last:
                     raise self._corrupt(f"the key {key[:80]!r} does not come after {last[:80]!r}")
-                if separator is not None and key <= separator:
-                    raise self._corrupt(f"the key {key[:80]!r} is in a block that begins after it")
                 last = key
                 yield key, value
-            if last is not None and last > block_separator:
-                raise self._corrupt(f"the key {last[:80]!r} is in a block that ends before it")
-            separator = block_separator

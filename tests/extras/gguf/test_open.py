@@ -12,7 +12,6 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.extras.gguf import open as open_module
 from orbax_t5x.extras.gguf.open import read_header
-from orbax_t5x.files.limits import Limits
 from orbax_t5x.files.local import LocalFiles
 from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, random_box, read_boxes
@@ -118,7 +117,7 @@ NUMBERS += [(7, "?", True), (10, "Q", 1 << 63), (11, "q", -(1 << 62)), (12, "d",
 def parsed(tmp_path, data):
     (tmp_path / "m.gguf").write_bytes(data)
     with closing(LocalFiles(tmp_path)) as files:
-        return read_header(files.file("m.gguf"), Limits())
+        return read_header(files.file("m.gguf"))
 
 
 @pytest.mark.parametrize(("code", "form", "value"), NUMBERS)

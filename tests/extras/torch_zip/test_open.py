@@ -197,9 +197,6 @@ def test_an_index_that_names_something_else(tmp_path):
         index.write_text(json.dumps({"weight_map": {"w": file}}))
         with pytest.raises(error):
             ot.open_checkpoint(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"w": "a.bin", "v": "a.bin"}}))
-    with pytest.raises(CorruptCheckpointError, match="in no file"):
-        ot.open_checkpoint(index)
 
 
 def test_the_trainers_step_and_its_configuration(tmp_path):
@@ -365,15 +362,6 @@ def test_what_is_shared_takes_its_memory_once(tmp_path, kind):
     assert taken < 128 << 20
 
 
-def test_one_budget_bounds_names_texts_and_errors(tmp_path):
-    path = save(tmp_path / "model.pt", {"a": "x" * 50_000, "b": GOOD})
-    for bound in (10_000, 50_000):
-        with pytest.raises(LimitExceededError, match="metadata_bytes"):
-            ot.open_checkpoint(path, limits=ot.Limits(metadata_bytes=bound))
-    with ot.open_checkpoint(path, limits=ot.Limits(metadata_bytes=1 << 17)) as checkpoint:
-        assert len(checkpoint.leaves["a"].get().item()) == 50_000
-
-
 def test_calls_that_copy_what_is_shared_are_bounded(tmp_path):
     """An OrderedDict of 1,000 items, and bytes of a text, made again and again from the same object."""
     items = opcodes([[str(number), number] for number in range(1000)])
@@ -385,7 +373,7 @@ def test_calls_that_copy_what_is_shared_are_bounded(tmp_path):
         again = b"h\x01" + b"(h\x00" + last + b"tR0"
         pickle = b"\x80\x02" + shared + b"q\x000" + function + b"q\x010" + again * 20_000 + opcodes(GOOD) + b"."
         (tmp_path / "model.pt").write_bytes(archive(pickle, STORED))
-        with pytest.raises(LimitExceededError, match=r"more than \d+ objects"):
+        with pytest.raises(LimitExceededError, match=r"Limits\.entries"):
             ot.open_checkpoint(tmp_path / "model.pt")
 
 

@@ -63,7 +63,7 @@ IN_DIRECTORIES = [
     {"a/": array(), "b": array()},
     {"a//b": "text", "array_metadatas": "other", "c": array()},
     {"a": {".": array(), "b": {}}, "a b": array()},
-    {"d": array(), "ocdbt.process_0": array(), "%2e": array()},
+    {"d": array(), "ocdbt.process_0": array(), "%2e": array(), "%2e%2e": array()},
 ]
 
 
@@ -120,7 +120,7 @@ def test_half_a_character_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key", ["a//b", ".", "a/.", "a\\b", "%2e%2e", "_METADATA", "array_metadatas", "array_metadatas/a", "_strings.json"]
+    "key", ["a//b", ".", "a/.", "a\\b", "_METADATA", "array_metadatas", "array_metadatas/a", "_strings.json"]
 )
 def test_what_no_directory_of_an_item_can_be_called_is_refused(tmp_path, key):
     assert refused(tmp_path, {key: array(), "w": array()}, use_ocdbt=False) == [("name", key)]

@@ -107,8 +107,8 @@ def test_nesting(tmp_path, kind):
     with ot.open_checkpoint(write(tmp_path, b"\x81\xa1a" + step * 62 + b"\x01"), format="flax_msgpack") as checkpoint:
         assert len(checkpoint.leaves) == 1
     for depth in (64, 100_000, 1_000_000):
-        refused(write(tmp_path, b"\x81\xa1a" + step * depth + b"\x01"), LimitExceededError, "msgpack_depth = 64")
-    refused(write(tmp_path, b"\x81\xa1a" + step * 3 + b"\x01"), LimitExceededError, "= 2", msgpack_depth=2)
+        refused(write(tmp_path, b"\x81\xa1a" + step * depth + b"\x01"), LimitExceededError, "nesting = 64")
+    refused(write(tmp_path, b"\x81\xa1a" + step * 3 + b"\x01"), LimitExceededError, "= 2", nesting=2)
 
 
 KEYS = {
@@ -152,8 +152,6 @@ def test_names_that_are_joined_to_one(tmp_path):
 
 
 def test_limits(tmp_path):
-    refused(write(tmp_path, {"x" * 5000: 1}), LimitExceededError, "key of 5000 bytes")
-    refused(write(tmp_path, {"x" * 3000: {"x" * 3000: 1}}), LimitExceededError, "name_bytes = 4096")
     refused(write(tmp_path, {str(k): k for k in range(100)}), LimitExceededError, "entries = 100", entries=100)
     broken(write(tmp_path, {"good": GOOD, "bad": array((1,) * 33, data=bytes(4))}), LimitExceededError, "rank = 32")
 

@@ -51,7 +51,7 @@ def test_names_of_a_deep_tree_are_bounded_by_the_file(tmp_path):
     (tmp_path / "file").write_bytes(data)
     file = LocalFiles(tmp_path).file("file")
     with pytest.raises(ot.errors.LimitExceededError):
-        list(named_nodes(walk(file, Limits())[0], file, Limits()))
+        list(named_nodes(walk(file)[0], file))
 
 
 DATA = bytes(range(100))

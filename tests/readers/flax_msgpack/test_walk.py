@@ -19,7 +19,7 @@ def open_bytes(directory, data, name="state.msgpack", **limits):
 
 def walked(directory, data):
     (directory / "file").write_bytes(data)
-    return walk(LocalFiles(directory).file("file"), Limits())[0]
+    return walk(LocalFiles(directory).file("file"))[0]
 
 
 PLAIN = st.recursive(

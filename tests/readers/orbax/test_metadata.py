@@ -116,7 +116,7 @@ def test_two_nodes_of_one_name_or_place(item):
 
 def test_limits(item):
     path = item()
-    for limits in (Limits(index_bytes=100), Limits(entries=2), Limits(name_bytes=3)):
+    for limits in (Limits(index_bytes=100), Limits(entries=2), Limits(nesting=1)):
         with pytest.raises(LimitExceededError, match="Limits"):
             ot.open_checkpoint(path, limits=limits)
     result = outcome(path, limits=Limits(rank=1))

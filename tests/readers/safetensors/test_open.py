@@ -290,7 +290,7 @@ def test_corrupt_headers(tmp_path, content):
 def test_limits(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(container({"a" * 100: tensor(0, 4, [1] * 33), "b": tensor(4, 8, [])}, bytes(8)))
-    for limits in (Limits(), Limits(rank=64, name_bytes=99), Limits(rank=64, entries=1)):
+    for limits in (Limits(), Limits(rank=64, header_bytes=99), Limits(rank=64, entries=1)):
         with pytest.raises(LimitExceededError, match="Limits"):
             ot.open_checkpoint(path, limits=limits)
     with ot.open_checkpoint(path, limits=Limits(rank=64)) as checkpoint:

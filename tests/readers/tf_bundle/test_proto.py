@@ -39,7 +39,7 @@ def test_entries_parse_as_protobuf_parses_them(tf, dtype, shape, shard, offset, 
             extent = one.extent.add(start=start)
             if length is not None:
                 extent.length = length
-    parsed = parse_entry(proto.SerializeToString(), 32, 100)
+    parsed = parse_entry(proto.SerializeToString(), 32)
     assert parsed == (
         dtype,
         None if shape is None else tuple(shape),
@@ -72,7 +72,7 @@ def test_what_we_accept_protobuf_accepts(tf, data: bytes) -> None:
     """Ours is the stricter one: what it takes, protobuf takes, with the same values."""
     pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
     try:
-        parsed = parse_entry(data, 32, 100)
+        parsed = parse_entry(data, 32)
     except BadMessage:
         return
     proto = pb.BundleEntryProto.FromString(data)
@@ -92,6 +92,6 @@ SOUND = entry("float32", [6], **place())
 )
 def test_any_bytes_are_an_entry_or_a_bad_message(data: bytes) -> None:
     try:
-        parse_entry(data, 32, 100)
+        parse_entry(data, 32)
     except BadMessage:
         pass
