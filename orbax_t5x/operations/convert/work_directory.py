@@ -124,7 +124,9 @@ def _lock(path: Path, name: str) -> Descriptor:
         except FileNotFoundError:
             continue  # another conversion has just ended
         except OSError as error:
-            raise _is_taken(name, f"{path} is no work directory of a conversion; remove it or choose another destination") from error
+            raise _is_taken(
+                name, f"{path} is no work directory of a conversion; remove it or choose another destination"
+            ) from error
         try:
             fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
