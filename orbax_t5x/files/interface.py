@@ -76,7 +76,7 @@ class StoredFile(StoredBytes, Protocol):
 
     @property
     def limits(self) -> Limits:
-        """Those of the files that it belongs to."""
+        """Limits of the files that it belongs to."""
         ...
 
     @property
