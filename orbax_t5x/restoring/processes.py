@@ -139,7 +139,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def sharing_errors(self) -> Generator[None, None, None]:
-        """Context whose errors the other members raise at their next exchange."""
+        """Sends an error that leaves this context to the other members, which raise it at their next exchange."""
         try:
             yield
         except BaseException as error:
@@ -148,13 +148,6 @@ class ProcessGroup:
                     self._write(_ERROR + json.dumps(error_as_data(error)).encode())
                 setattr(error, _SHARED, True)
             raise
-
-    def raise_together(self, error: Exception | None, path: str | None = None) -> None:
-        """Raises `error`, or else the first error of another member."""
-        with self.sharing_errors():
-            if error is not None:
-                raise error
-            self.exchange(b"", path)
 
     def of_all(self, value: Any, path: str | None = None) -> list[Any]:
         """Returns the JSON value of each member by rank."""
@@ -188,7 +181,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def naming_lost_processes(self, path: str | None) -> Generator[None, None, None]:
-        """Context that turns JAX's errors of a collective into CheckpointIOError."""
+        """Raises JAX's errors of a collective as CheckpointIOError."""
         try:
             yield
         except CheckpointError:

@@ -88,8 +88,8 @@ def test_without_a_job_there_is_one_process():
     assert (group.size, group.rank, group.of_all(3), group.of_primary("x")) == (1, 0, [3], "x")
     with pytest.raises(TypeError, match="MultiprocessingOptions"):
         ProcessGroup.of(3)
-    with pytest.raises(KeyError):
-        group.raise_together(KeyError("mine"))
+    with pytest.raises(KeyError), group.sharing_errors():
+        raise KeyError("mine")
 
 
 def test_a_read_without_progress_names_leaf_and_file(path, monkeypatch, caplog):
