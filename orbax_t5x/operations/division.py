@@ -60,7 +60,7 @@ class Division:
 
 @contextlib.contextmanager
 def divided(processes: AnyProcesses | None, path: str, call: str) -> Generator[Division, None, None]:
-    """Context of a `call` that every member of a group makes; an error in it is raised on all of them."""
+    """Divides a `call` over the members of a group; an error inside is raised on all of them."""
     group = ProcessGroup.of(processes)
     with group.sharing_errors():
         yield Division(group, path, call)

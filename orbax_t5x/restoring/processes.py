@@ -139,7 +139,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def sharing_errors(self) -> Generator[None, None, None]:
-        """Context whose errors the other members raise at their next exchange."""
+        """Sends an error that leaves this context to the other members, which raise it at their next exchange."""
         try:
             yield
         except BaseException as error:
@@ -181,7 +181,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def naming_lost_processes(self, path: str | None) -> Generator[None, None, None]:
-        """Context that turns JAX's errors of a collective into CheckpointIOError."""
+        """Raises JAX's errors of a collective as CheckpointIOError."""
         try:
             yield
         except CheckpointError:

@@ -7,6 +7,7 @@ and it moves to its own memory. All members of a group decide alike, and send th
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -21,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_t5x.lazy import Box, Leaf
 from orbax_t5x.lazy.box import full_box
+from orbax_t5x.lazy.chunks import grid_boxes
 from orbax_t5x.lazy.value import ComputedLeaf
 from orbax_t5x.readers.ranges.elements import LOW_BITS
 from orbax_t5x.restoring.execute.buffers import check_value, explicit_transfers, layout_of, sharded_array
@@ -64,7 +66,13 @@ class SpreadEntry:
 
 def spans_processes(sharding: jax.sharding.Sharding | None) -> bool:
     """Returns True if devices of several processes hold an array of this sharding."""
-    return sharding is not None and len({device.process_index for device in sharding.device_set}) > 1
+    return sharding is not None and len(_devices_by_process(sharding)) > 1
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _devices_by_process(sharding: jax.sharding.Sharding) -> Mapping[int, int]:
+    """Returns the number of devices of each process."""
+    return collections.Counter([device.process_index for device in sharding.device_set])
 
 
 def plan_digest(plan: RestorePlan, broadcast: BroadcastMode) -> str:
@@ -221,19 +229,18 @@ def _counts_of(entry: PlanEntry) -> Counts | None:
     assert entry.leaf is not None
     sharding, shape = entry.leaf.sharding, tuple(entry.shape)
     assert sharding is not None
-    held = [device.process_index for device in sharding.device_set]
-    processes = len(set(held))
-    if 0 in shape or len({held.count(process) for process in set(held)}) > 1:
+    devices = _devices_by_process(sharding)
+    if 0 in shape or len(set(devices.values())) > 1:
         return None
     tried: list[Counts] = []
     for units in (_units(entry), shape):
         for first in range(len(shape)):
-            counts = _divide(units, processes, [*range(first, len(shape)), *range(first)])
+            counts = _divide(units, len(devices), [*range(first, len(shape)), *range(first)])
             if math.prod(counts) > 1 and counts not in tried:
                 tried.append(counts)
     for counts in sorted(tried, key=math.prod, reverse=True):
-        parts = _boxes_by_process(_spread_sharding(sharding, counts), shape)
-        if _is_disjoint(entry, [list(boxes) for boxes in dict.fromkeys(map(tuple, parts))]):
+        steps = [size // count for size, count in zip(shape, counts, strict=True)]
+        if _is_disjoint(entry, [[box] for box in grid_boxes(shape, steps)]):
             return counts
     return None
 
