@@ -167,7 +167,7 @@ class HubStore(RemoteStore):
         # obstore drops the token where the hub redirects to another host.
         token = huggingface_hub.get_token()
         headers: Any = {"default_headers": {"authorization": f"Bearer {token}"}} if token else {}
-        return HTTPStore.from_url(hub_endpoint(), client_options={**CLIENT, **headers}, retry_config=RETRIES)
+        return HTTPStore.from_url(hub_endpoint(), client_options=CLIENT | headers, retry_config=RETRIES)
 
     def place(self, key: str) -> str:
         url = huggingface_hub.hf_hub_url(
