@@ -51,9 +51,6 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0)
 _HUB_BLOB = re.compile(r"(?P<cache>.*/models--[^/]+)/blobs/(?P<blob>[0-9a-f]{40}|[0-9a-f]{64})")
 _HUB_SNAPSHOT = re.compile(r"(?P<cache>.*/models--[^/]+)/snapshots(/.*)?")
-_HUB_FILE = re.compile(
-    r".*/models--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?P<file>/.*)?", re.ASCII
-)
 _CUT_URL = re.compile(r"(gs|s3|hf|https?):/([^/].*)", re.DOTALL)
 
 
@@ -67,15 +64,6 @@ def whole_url(path: str) -> str | None:
     """Repairs a URL that is a `pathlib.Path`."""
     match = _CUT_URL.fullmatch(path)
     return match and f"{match[1]}://{match[2]}"
-
-
-def shared_path(path: str) -> str:
-    """Returns a path as every host of a job has it.
-
-    For files in the hub's cache it is their URL on the hub.
-    """
-    match = _HUB_FILE.fullmatch(path)
-    return path if match is None else f"hf://{match['org']}/{match['name']}@{match['commit']}{match['file'] or ''}"
 
 
 def is_hub_blob(path: str) -> bool:

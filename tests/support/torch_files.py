@@ -116,19 +116,6 @@ def archive(pickle: bytes, storages: Mapping[str, bytes] = {}, top: str = "model
     return made.getvalue()
 
 
-MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
-
-
-def sequential(
-    pickle: bytes, storages: Mapping[str, tuple[int, bytes]], keys: Any = None, version: Any = VERSION
-) -> bytes:
-    """The bytes of a file in the form before 1.6; each storage has its count."""
-    info = {"protocol_version": VERSION, "little_endian": True, "type_sizes": {"int": 4}}
-    head = [pickled(MAGIC), pickled(version), pickled(info), pickle]
-    stored = [struct.pack("<q", count) + data for count, data in storages.values()]
-    return b"".join([*head, pickled(list(storages) if keys is None else keys), *stored])
-
-
 def saved_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, SavedTensor], dict[str, bytes]]:
     """Tensors of arrays, each over a storage of its own, and the storages."""
     tensors, storages = {}, {}

@@ -9,9 +9,9 @@ it is an UnsafeCheckpointError. Pure: bytes in, a tree out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.errors import LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.extras.torch_zip.values import (
     CALLS,
     DTYPES,
@@ -35,29 +35,9 @@ _SHOWN_BYTES = 200
 _MAX_PROTOCOL = 5
 
 
-class ParsedPickle(NamedTuple):
-    """A pickle's tree, end, and storages by key.
-
-    A storage of an unknown type is None, and one with two descriptions has -1 elements.
-    """
-
-    tree: Node
-    end: int
-    storages: dict[str, StorageNode | None]
-
-
 def parse_pickle(data: bytes, file: StoredFile) -> Node:
     """Parses a pickle of a file."""
-    found = parse_next(data, 0, file)
-    if found.end != len(data):
-        raise CorruptCheckpointError("its pickle does not end with one value", path=file.path)
-    return found.tree
-
-
-def parse_next(data: bytes, at: int, file: StoredFile) -> ParsedPickle:
-    """Parses the pickle that begins at a byte; see `parse_pickle`."""
-    machine = _Machine(data, file, at)
-    return ParsedPickle(machine.run(), machine.at, machine.storages)
+    return _Machine(data, file).run()
 
 
 def _has_tensor(tree: Node) -> bool:
@@ -80,21 +60,12 @@ class _Machine(PickleStack):
     # What the pickle does for the first object that is not made.
     _unread = ""
 
-    def __init__(self, data: bytes, file: StoredFile, at: int):
-        super().__init__(data, file, at)
-        self.storages: dict[str, StorageNode | None] = {}
-
-    @property
-    def at(self) -> int:
-        """The byte behind the last opcode."""
-        return self._at
-
     def run(self) -> Node:
         """Runs all opcodes; returns the last of the stack."""
         data, opcodes = self._data, _OPCODES
         while True:
             if self._at >= len(data):
-                raise self._ended("its pickle ends before its last opcode")
+                raise self._corrupt("its pickle ends before its last opcode")
             code = data[self._at]
             self._at += 1
             if code == _STOP:
@@ -104,7 +75,7 @@ class _Machine(PickleStack):
                 message = f"its pickle has the opcode {bytes([code])!r} at byte {self._at - 1}, which is not read"
                 raise UnsupportedCheckpointError(message, path=self._path)
             opcode(self)
-        if len(self._stack) != 1 or self._marks:
+        if len(self._stack) != 1 or self._marks or self._at != len(data):
             raise self._corrupt("its pickle does not end with one value")
         if self._unread and not _has_tensor(self._stack[0]):
             raise self._unsafe(f"{self._unread}, and no tensor is beside that")
@@ -138,7 +109,7 @@ class _Machine(PickleStack):
         """Checks that a frame is inside the pickle."""
         size = self.number("<Q")
         if size > len(self._data) - self._at:
-            raise self._ended(f"its pickle has a frame of {size} bytes at {self._at}, beyond its end")
+            raise self._corrupt(f"its pickle has a frame of {size} bytes at {self._at}, beyond its end")
 
     def tuple(self, size: int) -> None:
         """Pushes a tuple of the last values."""
@@ -258,16 +229,9 @@ class _Machine(PickleStack):
     def persistent(self) -> None:
         """Replaces the description of a storage by the storage."""
         match self.pop():
-            case ["storage", Name(text), str(key), str(), int(count), *view] if (
-                text in STORAGES and count >= 0 and len(view) <= 1
-            ):
-                storage = StorageNode(STORAGES[text], key, count)
-                if self.storages.setdefault(key, storage) != storage:
-                    self.storages[key] = storage._replace(elements=-1)
-                # Before 1.6 a storage could be a part of another one.
-                self.make(Opaque("a tensor of a part of a storage") if view and view[0] is not None else storage)
-            case ["storage", Opaque() as kind, str(key), str(), int(), *_]:
-                self.storages[key] = None
+            case ["storage", Name(text), str(key), str(), int(count)] if text in STORAGES and count >= 0:
+                self.make(StorageNode(STORAGES[text], key, count))
+            case ["storage", Opaque() as kind, *_]:
                 self.make(kind)
             case ["module", Opaque() as kind, *_]:
                 self.make(kind)
@@ -295,8 +259,6 @@ _OPCODES: dict[int, _Opcode] = {
     0x8C: lambda m: m.text(m.byte()),
     ord("X"): lambda m: m.text(m.number("<I")),
     0x8D: lambda m: m.text(m.number("<Q")),
-    ord("T"): lambda m: m.text(m.number("<i")),
-    ord("U"): lambda m: m.text(m.byte()),
     ord("C"): lambda m: m.bytes(m.byte()),
     ord("B"): lambda m: m.bytes(m.number("<I")),
     0x8E: lambda m: m.bytes(m.number("<Q")),

@@ -1,15 +1,13 @@
 """PyTorch's files (`.bin`, `.pt`, `.pth`, `.ckpt`) by byte range.
 
-A file is a ZIP archive: a pickle that describes the tree, and a member for each storage; the form before 1.6 has
-pickles, then counted storages. Opening parses the pickle as data, without PyTorch and without calling anything; the
-crc32 of each member is its checksum.
+A file is a ZIP archive: a pickle that describes the tree, and a member for each storage. Opening parses the pickle as
+data, without PyTorch and without calling anything; the crc32 of each member is its checksum.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import struct
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,119 +20,22 @@ from orbax_t5x.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Fix,
-    LimitExceededError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.extras.torch_zip.opcodes import parse_next, parse_pickle
-from orbax_t5x.extras.torch_zip.values import (
-    WITHOUT_NUMPY,
-    Name,
-    Node,
-    Opaque,
-    PickleEndsError,
-    StorageNode,
-    TensorNode,
-    Tuple,
-    itemsize_of,
-)
+from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
+from orbax_t5x.extras.torch_zip.values import WITHOUT_NUMPY, Name, Node, Opaque, TensorNode, Tuple, itemsize_of
 from orbax_t5x.files.interface import StoredFile
 from orbax_t5x.files.places import files_at, open_directory_of, within_limits
-from orbax_t5x.lazy.leaf import FileExtent, Leaf
+from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.format_table import OLD_TORCH
 from orbax_t5x.readers.hub_files import ModelFiles, parts_of, trainer_step
 from orbax_t5x.readers.leaves import BrokenLeaf, KnownLeaf
 from orbax_t5x.readers.zip_leaf import ZipLeaf, has_overlaps, last_element
-from orbax_t5x.readers.zip_members import STORED, Archive, Member
+from orbax_t5x.readers.zip_members import STORED, Archive
 
 _BEGIN_BYTES = 32
-_VERSION = 1001
-_COUNT = struct.Struct("<q")
-# What is read at first; four times as much wherever the pickles are longer.
-_FIRST_BYTES = 1 << 20
-
-
-def is_sequential(file: StoredFile) -> bool:
-    """Reports whether a file begins as PyTorch before 1.6 wrote it."""
-    return re.match(OLD_TORCH, bytes(file.read(0, min(file.size, _BEGIN_BYTES))), re.DOTALL) is not None
-
-
-class SequentialFile(Archive):
-    """File with storages as members."""
-
-    is_swapped = sys.byteorder != "little"
-
-    def __init__(self, file: StoredFile):
-        self.file = file
-        size, most = _FIRST_BYTES, int(file.limits.index_bytes)
-        while True:
-            data = bytes(file.read(0, min(size, file.size, most)))
-            try:
-                self.tree, storages, keys, self.index_bytes = self._parse_pickles(data)
-                break
-            except PickleEndsError:
-                if len(data) == file.size:
-                    raise
-                if len(data) >= most:
-                    message = f"its pickles have more bytes than Limits.index_bytes = {most}"
-                    raise LimitExceededError(message, path=file.path) from None
-                size *= 4
-        self._place(storages, keys)
-
-    def _parse_pickles(self, data: bytes) -> tuple[Node, dict[str, StorageNode | None], list[str], int]:
-        """Parses the pickles: tree, storages, order and first offset."""
-        at = 0
-        found: list[Node] = []
-        for _ in range(3):
-            parsed = parse_next(data, at, self.file)
-            found.append(parsed.tree)
-            at = parsed.end
-        if found[1] != _VERSION:
-            raise UnsupportedCheckpointError(
-                f"PyTorch's form {found[1]!r:.40}, and there is {_VERSION}", path=self.file.path
-            )
-        main = parse_next(data, at, self.file)
-        keys = parse_next(data, main.end, self.file)
-        if not isinstance(keys.tree, list) or not all(isinstance(key, str) for key in keys.tree):
-            raise self.corrupt("its list of storages is none")
-        order = [str(key) for key in keys.tree]
-        if len(set(order)) != len(order) or set(order) != main.storages.keys():
-            raise self.corrupt("its list of storages is not that of the tensors")
-        return main.tree, main.storages, order, keys.end
-
-    def _place(self, storages: dict[str, StorageNode | None], keys: list[str]) -> None:
-        at = self.index_bytes
-        self.members = {}
-        for key in keys:
-            storage = storages[key]
-            if storage is None:
-                raise UnsupportedCheckpointError(
-                    f"its storage {key[:100]!r} is of a type that is not known, so that what follows cannot be found",
-                    path=self.file.path,
-                )
-            if storage.elements < 0:
-                raise self.corrupt(f"its storage {key[:100]!r} has two types or counts")
-            size = storage.elements * itemsize_of(storage.dtype)
-            self.members[key] = Member(at, size, size, None, STORED, b"")
-            at += _COUNT.size + size
-        if at > self.file.size:
-            raise self.corrupt(f"its storages end at {at}, and the file has {self.file.size} bytes: it was cut")
-        self._storages = storages
-
-    def start_of(self, name: str) -> int:
-        """Finds a storage; compares its count with the pickle's."""
-        member, storage = self.members[name], self._storages[name]
-        (count,) = _COUNT.unpack(bytes(self.file.read(member.header, _COUNT.size)))
-        if storage is None or count != storage.elements:
-            raise self.corrupt(f"the storage {name[:100]!r} has {count} elements, and its tensors have another count")
-        return member.header + _COUNT.size
-
-    def extent(self, name: str) -> FileExtent:
-        member = self.members[name]
-        return FileExtent(self.file, member.header, member.header + _COUNT.size + member.size)
-
-
 _MAX_INT = 2**63 - 1
 
 
@@ -285,18 +186,12 @@ class _TorchFiles(ModelFiles):
 
     def add_file(self, name: str) -> None:
         file = self._root.file(name)
-        if is_sequential(file):
-            archive = SequentialFile(file)
-            storages, swap = "", archive.is_swapped
-            tree: Any = archive.tree
-        else:
-            _require_zip(file)
-            archive = Archive(file)
-            top = _top_folder(archive)
-            storages, swap = top + _STORAGES, _is_swapped(archive, top)
-            pickle = archive.read(top + _PICKLE, file.limits.index_bytes, "Limits.index_bytes")
-            tree = parse_pickle(pickle, file)
-        maker = LeafMaker(archive, storages, swap=swap)
+        _require_zip(file)
+        archive = Archive(file)
+        top = _top_folder(archive)
+        pickle = archive.read(top + _PICKLE, file.limits.index_bytes, "Limits.index_bytes")
+        tree: Any = parse_pickle(pickle, file)
+        maker = LeafMaker(archive, top + _STORAGES, swap=_is_swapped(archive, top))
         self._bytes += archive.index_bytes
         self._metadata["files"].append(name)
         nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file)
@@ -309,8 +204,15 @@ class _TorchFiles(ModelFiles):
 
 
 def _require_zip(file: StoredFile) -> None:
-    """Refuses other programs' pickles."""
-    if bytes(file.read(0, min(file.size, 1))) == _PICKLE_BEGIN:
+    """Refuses files of torch before 1.6, and other programs' pickles."""
+    head = bytes(file.read(0, min(file.size, _BEGIN_BYTES)))
+    if re.match(OLD_TORCH, head, re.DOTALL):
+        raise UnsupportedCheckpointError(
+            "PyTorch's form before 1.6, pickles with the storages behind them, is not read",
+            path=file.path,
+            fix=Fix("save it again with torch 1.6 or newer, or as safetensors"),
+        )
+    if head.startswith(_PICKLE_BEGIN):
         raise UnsupportedCheckpointError(
             "a pickle that torch.save did not write, which would run code to be read",
             path=file.path,

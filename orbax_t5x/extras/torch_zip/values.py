@@ -219,9 +219,6 @@ CALLS: dict[str, Callable[..., Any]] = {
         for kind, made in ((bytes, _bytes), (bytearray, _bytes), (complex, _complex))
     },
     "collections.OrderedDict": _ordered_dict,
-    "torch._utils._rebuild_tensor": lambda storage, offset, shape, strides: _tensor_v2(
-        storage, offset, shape, strides, None, None
-    ),
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
@@ -233,17 +230,13 @@ CALLS: dict[str, Callable[..., Any]] = {
 _FIX = Fix("in PyTorch, save only tensors: torch.save(model.state_dict(), path), or write safetensors")
 
 
-class PickleEndsError(CorruptCheckpointError):
-    """A pickle that goes on behind the bytes that are at hand."""
-
-
 class PickleStack:
     """Stack and memo of a pickle, which gives bytes in order."""
 
-    def __init__(self, data: bytes, file: StoredFile, at: int = 0):
+    def __init__(self, data: bytes, file: StoredFile):
         self._data = data
         self._path = file.path
-        self._at = at
+        self._at = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
@@ -254,9 +247,6 @@ class PickleStack:
 
     def _corrupt(self, message: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(message, path=self._path)
-
-    def _ended(self, message: str) -> PickleEndsError:
-        return PickleEndsError(message, path=self._path)
 
     def _unsafe(self, what: str) -> UnsafeCheckpointError:
         return UnsafeCheckpointError(f"its pickle {what}; nothing was imported or called", path=self._path, fix=_FIX)
@@ -271,7 +261,7 @@ class PickleStack:
         """Takes the next bytes."""
         end = self._at + size
         if size < 0 or end > len(self._data):
-            raise self._ended(f"its pickle claims {size} bytes at {self._at}, and has {len(self._data)} in all")
+            raise self._corrupt(f"its pickle claims {size} bytes at {self._at}, and has {len(self._data)} in all")
         taken = self._data[self._at : end]
         self._at = end
         return taken
@@ -279,7 +269,7 @@ class PickleStack:
     def byte(self) -> int:
         """Takes the next byte."""
         if self._at >= len(self._data):
-            raise self._ended("its pickle ends within an opcode")
+            raise self._corrupt("its pickle ends within an opcode")
         self._at += 1
         return self._data[self._at - 1]
 

@@ -1,4 +1,4 @@
-"""Writes `neighbours.pt` and `sequential.pt`: `python make_neighbours.py`, in an environment with torch."""
+"""Writes `neighbours.pt`: `python make_neighbours.py`, in an environment with torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import argparse
 import collections
 import datetime
 import pathlib
-import re
 import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
-from make_torch import stored, tensors
 from torch import nn
 
 HERE = Path(__file__).parent
@@ -54,19 +52,6 @@ def neighbours() -> dict[str, object]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.save({"w": torch.arange(6.0).reshape(2, 3), **neighbours()}, HERE / "neighbours.pt")
-    nested: dict = {"epoch": 3, "args": argparse.Namespace(lr=0.1), "name": "tiny"}
-    # torch writes the other types in this form, too, and cannot load them.
-    old = {name: one for name, one in tensors().items() if not re.search("uint[136]|float8", name)}
-    for name, tensor in old.items():
-        parent, _, last = name.rpartition("/")
-        (nested.setdefault(parent, {}) if parent else nested)[last] = tensor
-    torch.save(nested, HERE / "sequential.pt", _use_new_zipfile_serialization=False)
-    loaded = torch.load(HERE / "sequential.pt", weights_only=False)
-    for name, tensor in old.items():
-        parent, _, last = name.rpartition("/")
-        assert np.array_equal(stored((loaded[parent] if parent else loaded)[last]), stored(tensor), equal_nan=True), (
-            name
-        )
 
 
 if __name__ == "__main__":

@@ -251,13 +251,6 @@ def test_chunked_arrays(tmp_path, case):
     broken(write(tmp_path, {"bad": CHUNKED[case], "good": GOOD}), CorruptCheckpointError)
 
 
-@pytest.mark.slow
-def test_very_many_chunks(tmp_path):
-    empty = array((0,), data=b"")
-    node = chunked(chunks={str(k): empty for k in range(20_000)}, shape={"0": 0})
-    broken(write(tmp_path, {"bad": node, "good": GOOD}), CorruptCheckpointError, "10000")
-
-
 def test_a_shape_of_chunks_that_cannot_be_counted(tmp_path):
     node = chunked(shape={"0": 0, "1": 2**62, "2": 2**62}, chunks={"0": array((0,), data=b"")})
     broken(write(tmp_path, {"bad": node, "good": GOOD}), CorruptCheckpointError)

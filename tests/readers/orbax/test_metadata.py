@@ -165,12 +165,15 @@ def test_values_that_are_not_arrays(item):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"array_metadatas": [{}]}', '{"array_metadatas": 3}'])
-def test_broken_array_metadatas(item, text):
-    path = item()
-    (path / "array_metadatas").mkdir(exist_ok=True)
-    (path / "array_metadatas" / "process_0").write_text(text)
-    with pytest.raises(CorruptCheckpointError, match="process_0"):
-        ot.open_checkpoint(path)
+def test_broken_array_metadatas_are_an_error_of_leaves_that_may_be_keys(tmp_path, text):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "item", {"key": np.arange(2, dtype=np.uint32), "w": np.ones(2, np.float32)})
+    (tmp_path / "item" / "array_metadatas" / "process_0").write_text(text)
+    with ot.open_checkpoint(tmp_path / "item") as checkpoint:
+        assert checkpoint.leaves["w"].get().tolist() == [1, 1]
+        with pytest.raises(CorruptCheckpointError, match="process_0") as caught:
+            checkpoint.leaves["key"].get()
+        assert caught.value.leaf == "key"
 
 
 def test_shardings_are_not_looked_at(item):
