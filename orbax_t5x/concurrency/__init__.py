@@ -7,7 +7,7 @@ the thread that it waits for has ended. And threads do not survive a fork: a chi
 on first use. No thread is made at import.
 
 Two pools are made elsewhere: the workers of a restore (`restoring.executor`) are as many as its plan can use, and end
-with it; those of requests to web servers (`extras.web.web_server`) belong to a lower floor.
+with it; those of requests to web servers (`files.remote`) belong to a lower floor.
 """
 
 from orbax_t5x.concurrency.carried import (

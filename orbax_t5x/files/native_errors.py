@@ -1,6 +1,6 @@
-"""Errors of TensorStore and JAX, parsed from their texts.
+"""Errors of TensorStore, JAX and obstore, parsed from their texts.
 
-The texts begin with a status of absl, which no attribute has, so that it is parsed here, and in no other module.
+The status of absl or of HTTP is in no attribute, so that it is parsed here, and in no other module.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ _PAYLOADS = re.compile(
 )
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _UNSAFE_KEY = re.compile(r"Invalid key: |Invalid file path: ")
+_BAD_RANGE = re.compile(r"416 Range Not Satisfiable|InvalidRange")
 
 
 class NativeError(NamedTuple):
@@ -44,3 +45,13 @@ def parse_error(error: BaseException) -> NativeError:
     return NativeError(
         status[1] if status else "", plain[status.end() if status else 0 :], int(number[1]) if number else None
     )
+
+
+def is_bad_range(error: BaseException) -> bool:
+    """Tests if obstore's error is the answer to a range behind the end of a file."""
+    return _BAD_RANGE.search(str(error)) is not None
+
+
+def is_denied(error: BaseException) -> bool:
+    """Tests if obstore's error is a refusal, for which it has no type where it retried."""
+    return "403 Forbidden" in str(error)

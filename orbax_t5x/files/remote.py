@@ -38,6 +38,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.files.limits import Limits
+from orbax_t5x.files.native_errors import is_bad_range, is_denied
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.places import FILE_SUFFIXES, StoreUrl, current_opening, split_url
 from orbax_t5x.files.windows import MAX_GAP_BYTES, held_bytes
@@ -142,7 +143,7 @@ class RemoteStore:
             try:
                 found = obstore.get(self._store, self.place(key), options={"range": (0, size)})
             except BaseError as error:
-                if "416 Range Not Satisfiable" not in str(error) and "InvalidRange" not in str(error):
+                if not is_bad_range(error):
                     raise
                 found = obstore.get(self._store, self.place(key))  # an empty file has no range
             data = bytes(found.bytes())
@@ -197,7 +198,7 @@ class RemoteStore:
         except FileNotFoundError:
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=path, leaf=leaf) from None
         except (BaseError, OSError) as error:
-            if "416" in str(error) or "InvalidRange" in str(error):
+            if is_bad_range(error):
                 message = f"ends before byte {max(stops)}"
                 raise CorruptCheckpointError(message, path=path, leaf=leaf) from None
             raise store_error(error, "reading it", path=path, leaf=leaf) from None
@@ -366,7 +367,7 @@ def _reason(error: BaseException) -> str:
 def store_error(error: BaseException, doing: str, *, path: str, leaf: str | None = None) -> CheckpointError:
     """Makes the typed error of a failed request."""
     message = f"{doing}: {_reason(error)}"
-    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or "403 Forbidden" in message:
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or is_denied(error):
         message += "; credentials are missing or do not suffice"
         return CheckpointIOError(message, path=path, leaf=leaf, errno=errno.EACCES)
     if isinstance(error, FileNotFoundError):

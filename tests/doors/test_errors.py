@@ -3,7 +3,6 @@
 import ast
 import copy
 import errno
-import json
 import pickle
 import re
 import typing

@@ -105,17 +105,20 @@ class ItemArrays:
     values: OcdbtValues | TensorStoreValues | None
     context: ts.Context
     kinds: OnceEach[bytes, ArrayKind] = dataclasses.field(default_factory=OnceEach[bytes, ArrayKind])
+    impls: OnceEach[str, dict[str, str]] = dataclasses.field(default_factory=OnceEach[str, dict[str, str]])
 
     @property
     def array_metadata(self) -> str:
         """The name of the metadata file in an array's directory."""
         return "zarr.json" if self.metadata.use_zarr3 else ".zarray"
 
-    @functools.cached_property
     def prng_impls(self) -> dict[str, str]:
-        """The implementations of typed PRNG keys, by their arrays' stored keys."""
-        names = find_array_metadatas(self.root, self.name)
-        return read_prng_impls(self.root, self.name, names)
+        """Returns the implementations of typed PRNG keys, by their arrays' stored keys."""
+
+        def read() -> dict[str, str]:
+            return read_prng_impls(self.root, self.name, find_array_metadatas(self.root, self.name))
+
+        return self.impls.get("", read)
 
     @functools.cached_property
     def database_kvstore(self) -> dict[str, Any]:
@@ -145,7 +148,7 @@ class ItemArrays:
                 place,
                 root=self.root,
                 # Keys are stored as their data.
-                prng_impl=self.prng_impls.get(node.param) if kind.dtype == np.uint32 else None,
+                prng_impl=self.prng_impls().get(node.param) if kind.dtype == np.uint32 else None,
                 sums=self.sums.get(node.param),
                 files=files,
                 can_list=self.root.can_list or self.database is not None,

@@ -8,6 +8,7 @@ import sys
 
 import hypothesis
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import strategies as st
 
@@ -168,6 +169,7 @@ def test_values_that_are_not_arrays(item):
 def test_broken_array_metadatas_are_an_error_of_leaves_that_may_be_keys(tmp_path, text):
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "item", {"key": np.arange(2, dtype=np.uint32), "w": np.ones(2, np.float32)})
+    (tmp_path / "item" / "array_metadatas").mkdir(exist_ok=True)
     (tmp_path / "item" / "array_metadatas" / "process_0").write_text(text)
     with ot.open_checkpoint(tmp_path / "item") as checkpoint:
         assert checkpoint.leaves["w"].get().tolist() == [1, 1]
