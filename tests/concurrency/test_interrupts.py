@@ -1,8 +1,5 @@
 """An exception of a signal handler at every point: the call ends, nothing is left, and the next call works."""
 
-import pathlib
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -116,17 +113,6 @@ def test_signals_at_random_moments_beside_a_busy_thread(path):
         is_over.set()
         busy.join()
     restored(path)
-
-
-@pytest.mark.slow
-def test_the_second_of_two_signals_leaves_nothing_locked(tmp_path):
-    """Restores, conversions, comparisons and saves; the second signal often comes while the first is handled."""
-    script = [sys.executable, "-m", "tests.support.two_interrupts", str(tmp_path), "12", "7"]
-    root = pathlib.Path(__file__).parents[2]
-    run = subprocess.run(script, cwd=root, capture_output=True, text=True, timeout=250, check=False)
-    *defects, last = run.stdout.splitlines()
-    assert not defects, run.stderr[-2000:]
-    assert last.startswith("interrupted") and int(last.split()[1]) > 3
 
 
 def test_a_thread_that_was_never_closed_ends():

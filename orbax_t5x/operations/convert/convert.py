@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
 from orbax_t5x.concurrency import guarded, is_meant_for_caller
-from orbax_t5x.concurrency.cleanup import Cleanup, call_with_cleanup
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.files.limits import check_memory_limit
 from orbax_t5x.files.paths import url_scheme, whole_url
@@ -164,24 +163,11 @@ def convert_for(
     writing: WriteOptions,
 ) -> ConvertReport:
     """Converts, with a target if there is one."""
-    name = _text_of(destination)
-    return call_with_cleanup(lambda cleanup: _convert(target, source, name, transforms, options, writing, cleanup))
-
-
-def _convert(
-    target: Any,
-    source: AnySource,
-    destination: str,
-    transforms: Transforms,
-    options: RestoreOptions,
-    writing: WriteOptions,
-    cleanup: Cleanup,
-) -> ConvertReport:
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         _check_options(writing)
         chain = chain_of(transforms)
-        place = _destination(destination)
+        place = _destination(_text_of(destination))
         writing = place.options(writing)
         place.check(writing)
         plan = _plan(source, target, chain, options, writing.on_unsupported, stack)
@@ -189,7 +175,7 @@ def _convert(
             place.check_apart(checkpoint)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
         with _typed(place.name):
-            written = ConversionJob(plan, place, writing).run(cleanup, on_progress)
+            written = ConversionJob(plan, place, writing).run(on_progress)
     seconds = time.monotonic() - started
     rules = tuple(map(describe_transform, plan.rest))
     return ConvertReport(place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, rules)

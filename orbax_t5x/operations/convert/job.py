@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orbax_t5x.concurrency import LoopThread
-from orbax_t5x.concurrency.cleanup import Cleanup
 from orbax_t5x.errors import CheckpointIOError, Fix
 from orbax_t5x.operations.convert.destination import Destination, made_parents
 from orbax_t5x.operations.convert.orbax_output import OrbaxFormat
@@ -42,21 +41,21 @@ class ConversionJob:
         self._format = FORMATS[writing.format](plan, writing)
         self._blocks = cut_into_blocks(self._format.arrays)
 
-    def run(self, cleanup: Cleanup, progress: OnProgress | None) -> WriteSummary:
+    def run(self, progress: OnProgress | None) -> WriteSummary:
         """Writes the checkpoint."""
         target = self._destination.target
-        cleanup.enter(lambda: made_parents(target.parent))
-        work = cleanup.enter(lambda: WorkDirectory(target, self._destination.name))
+        with made_parents(target.parent), WorkDirectory(target, self._destination.name) as work:
+            return self._run(work, work.path / target.name, progress)
+
+    def _run(self, work: WorkDirectory, complete: Path, progress: OnProgress | None) -> WriteSummary:
         self._destination.check(self._writing)
         self._check_space(work.path)
         directory = work.path / _BLOCKS_DIRECTORY
         directory.mkdir()
         self._format.prepare(directory)
-        thread = cleanup.enter(lambda: LoopThread("orbax_t5x-write"))
         limit = memory_limit(self._writing.memory_limit_bytes)
-        thread.run(write_blocks(self._blocks, self._format, directory, limit, progress))
-        thread.close()
-        complete = work.path / target.name
+        with LoopThread("orbax_t5x-write") as thread:
+            thread.run(write_blocks(self._blocks, self._format, directory, limit, progress))
         summary = self._format.finish(directory, complete)
         self._destination.check(self._writing)
         self._destination.publish(work, complete, self._writing)
