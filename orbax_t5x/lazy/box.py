@@ -48,12 +48,6 @@ def intersect(box: Box, other: Box) -> Box | None:
     return shared
 
 
-def bounding_box(boxes: Sequence[Box]) -> Box:
-    """Returns the smallest box that holds all boxes."""
-    sides = zip(*boxes, strict=True)
-    return tuple([(min(low for low, _ in side), max(high for _, high in side)) for side in sides])
-
-
 def shift(box: Box, outer: Box) -> Box:
     """Returns a box in an outer box's coordinates."""
     return tuple([(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True)])

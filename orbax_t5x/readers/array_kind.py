@@ -152,8 +152,6 @@ SHARD_ENTRY_BYTES = 16
 # Of all chunks of an array, decoded: larger ones gain nothing from being decoded here.
 SMALL_BYTES = 1 << 18
 _MOST_CHUNKS = 64
-# Of one read, where the store has no list of them: one that is absent may hold the fill value.
-_MOST_REQUESTED_CHUNKS = 1 << 18
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # The bit of a frame's descriptor after which its content's size follows, and those of a dictionary that must be unset.
 _ONE_SEGMENT = 0x20

@@ -31,10 +31,9 @@ def test_an_intersection_is_what_both_hold(box, other):
 
 
 @given(st.lists(BOXES, min_size=1, max_size=6))
-def test_a_union_counts_each_element_once_and_lies_in_the_bounding_box(several):
+def test_a_union_counts_each_element_once(several):
     held = mask(*several)
     assert boxes.union_size(tuple(several)) == held.sum()
-    assert not (held & ~mask(boxes.bounding_box(several))).any()
 
 
 @given(BOXES)
@@ -42,7 +41,7 @@ def test_shape_and_size_are_those_of_the_slice(box):
     array = np.arange(math.prod(SHAPE)).reshape(SHAPE)
     cut = array[boxes.box_slices(box)]
     assert (boxes.box_shape(box), boxes.box_size(box)) == (cut.shape, cut.size)
-    outer = boxes.bounding_box([box, ((4, 5), (3, 4))])
+    outer = tuple((start, 7) for start, _ in box)
     assert np.array_equal(array[boxes.box_slices(outer)][boxes.slices_within(box, outer)], cut)
     assert boxes.full_box(SHAPE) == ((0, 5), (0, 4))
 

@@ -22,8 +22,6 @@ NAME: Final = "name"
 RENAMING: Final = "renaming"
 STRUCTURE: Final = "structure"
 _REVERSED = "its namesake has the reversed shape: ot.transforms.Transpose, if it is the same array"
-# A module of fewer leaves at the root may be another one of the same shapes.
-_LEAST_TELLING = 4
 
 Pairs = Mapping[LeafKind, LeafKind]
 
