@@ -21,7 +21,13 @@ import tensorstore as ts
 
 from orbax_t5x import on_demand
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+)
 from orbax_t5x.files.interface import Files, Snapshot
 from orbax_t5x.files.memory import empty_array, naming_memory_errors
 from orbax_t5x.lazy.box import Box, box_size, box_slices
@@ -118,7 +124,11 @@ class TensorStoreLeaf(Leaf):
     def opened(self) -> ts.TensorStore:
         """Returns the array, opened at the first call; may block."""
         if self._opened is None:
-            self._opened = self._open()
+            try:
+                self._opened = self._open()
+            except CheckpointNotFoundError as error:
+                message = "vanished after the checkpoint was opened"
+                raise CheckpointGoneError(message, path=error.path, leaf=self.name) from None
         return self._opened
 
     def _usable(self, sums: BoxSums | CheckpointError) -> BoxSums | CheckpointError:

@@ -1,6 +1,7 @@
 """Files that change between opening, planning and reading: right values or CheckpointGoneError, never other bytes."""
 
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -179,14 +180,17 @@ def test_a_fifo_put_in_the_place_of_a_file(tmp_path, ocdbt, zarr3):
             checkpoint.leaves["a"].get()
 
 
-def test_a_chunk_that_is_removed_after_the_look_before_reading_is_gone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("size", [6, 1 << 20])
+@pytest.mark.parametrize("removed", ["0", "."])
+def test_what_is_removed_after_the_look_before_reading_is_gone(tmp_path, monkeypatch, size, removed):
     with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
-        checkpointer.save(tmp_path / "item", {"w": np.arange(6, dtype=np.float32)})
+        checkpointer.save(tmp_path / "item", {"w": np.arange(size, dtype=np.float32)})
     look = Snapshot.check_unchanged
 
     def look_and_remove(self, *, leaf=None):
         look(self, leaf=leaf)
-        (tmp_path / "item" / "w" / "0").unlink(missing_ok=True)
+        path = tmp_path / "item" / "w" / removed
+        shutil.rmtree(path.resolve(), ignore_errors=True) if removed == "." else path.unlink(missing_ok=True)
 
     with ot.open_checkpoint(tmp_path / "item") as checkpoint:
         monkeypatch.setattr(Snapshot, "check_unchanged", look_and_remove)
