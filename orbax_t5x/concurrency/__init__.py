@@ -6,8 +6,8 @@ store StopIteration. No wait is one long wait: a caller wakes several times a se
 the thread that it waits for has ended. And threads do not survive a fork: a child forgets them all and makes new ones
 on first use. No thread is made at import.
 
-Two pools are made elsewhere: the workers of a restore (`restoring.executor`) are as many as its plan can use, and end
-with it; those of requests to web servers (`files.remote`) belong to a lower floor.
+The workers of a restore are made elsewhere (`restoring.executor`): they are as many as its plan can use, and end with
+it.
 """
 
 from orbax_t5x.concurrency.carried import (

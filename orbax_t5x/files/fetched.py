@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orbax_t5x.concurrency import run_jobs
+from orbax_t5x.errors import CheckpointGoneError
 from orbax_t5x.text.wording import size_text
 
 if TYPE_CHECKING:
@@ -28,37 +29,50 @@ def fetched_directory(store: RemoteStore, directory: str, names: Sequence[str]) 
     """Fetches files of a directory, and returns the local directory that holds them.
 
     A file that is missing in the store is left out.
+
+    Raises:
+      CheckpointGoneError: A file changed, or vanished, while it was fetched.
+      CheckpointIOError: The server or the disk failed.
     """
-    opened = {name: store.open(f"{directory}/{name}" if directory else name) for name in names}
-    stored = {name: found for name, found in opened.items() if found is not None}
-    identity = repr([store.url(directory), sorted((name, *found[:2]) for name, found in stored.items())])
-    root = os.path.join(tempfile.gettempdir(), f"orbax-t5x-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(root, 0o700)
-    if os.stat(root).st_uid != os.getuid():
-        root = tempfile.mkdtemp(prefix="orbax-t5x-")
-    place = os.path.join(root, hashlib.sha256(identity.encode()).hexdigest()[:32])
+    keys = {name: f"{directory}/{name}" if directory else name for name in names}
+    answers = run_jobs(lambda name=name: (name, store.open_again(keys[name], 1)) for name in keys)
+    files = {name: file for name, file in sorted(answers, key=lambda answer: answer[0]) if file is not None}
+    identity = repr([store.url(directory), [(name, file.size, file.mark) for name, file in files.items()]])
+    place = os.path.join(_private_directory(), hashlib.sha256(identity.encode()).hexdigest()[:32])
     os.makedirs(place, exist_ok=True)
     with open(f"{place}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        missing = [name for name, found in stored.items() if not _has_size(os.path.join(place, name), found.size)]
+        missing = {
+            name: file.size for name, file in files.items() if not _has_size(os.path.join(place, name), file.size)
+        }
         if missing:
             _logger.warning(
                 "%s: the server redirects single files, so TensorStore cannot read them: %s are fetched whole into %s",
-                *(store.url(directory), size_text(sum(stored[name].size for name in missing)), place),
+                *(store.url(directory), size_text(sum(missing.values())), place),
             )
-            run_jobs(lambda name=name: _fetch(store, directory, name, place) for name in missing)
+            run_jobs(
+                lambda name=name, size=size: _fetch(store, keys[name], size, os.path.join(place, name))
+                for name, size in missing.items()
+            )
     return place
+
+
+def _private_directory() -> str:
+    """Returns a temporary directory that belongs to this user."""
+    path = os.path.join(tempfile.gettempdir(), f"orbax-t5x-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    return path if os.lstat(path).st_uid == os.getuid() else tempfile.mkdtemp(prefix="orbax-t5x-")
 
 
 def _has_size(path: str, size: int) -> bool:
     return os.path.isfile(path) and os.path.getsize(path) == size
 
 
-def _fetch(store: RemoteStore, directory: str, name: str, place: str) -> None:
-    path = os.path.join(place, name)
+def _fetch(store: RemoteStore, key: str, size: int, path: str) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(f"{path}.part", "wb") as file:
-        for piece in store.stream(f"{directory}/{name}" if directory else name) or ():
-            file.write(piece)
-    os.replace(f"{path}.part", path)
+    part = f"{path}.part"
+    if (fetched := store.copy(key, part)) != size:
+        message = f"changed while it was fetched: it had {size} bytes, and {fetched} came"
+        raise CheckpointGoneError(message, path=store.url(key))
+    os.replace(part, path)

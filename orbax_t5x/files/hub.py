@@ -118,14 +118,14 @@ def find_commit(wanted: HubPath) -> str:
     """Asks the hub for the commit of a revision and its files."""
     path = f"hf://{wanted.repository}"
     with typed_hub_errors(path):
-        found = huggingface_hub.HfApi(endpoint=hub_endpoint()).model_info(
+        info = huggingface_hub.HfApi(endpoint=hub_endpoint()).model_info(
             wanted.repository, revision=wanted.revision, files_metadata=True
         )
-    if found.sha is None:
+    if info.sha is None:
         raise CheckpointIOError("the hub's answer names no commit", path=path)
-    sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-    _COMMITS[hub_endpoint(), f"{path}@{found.sha}"] = sizes
-    return found.sha
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    _COMMITS[hub_endpoint(), f"{path}@{info.sha}"] = sizes
+    return info.sha
 
 
 def hub_files(wanted: HubPath, commit: str) -> Mapping[str, int]:
@@ -177,10 +177,10 @@ class HubStore(RemoteStore):
 
     def _cached(self, key: str) -> str | None:
         """Returns the path of a file in the hub's cache, or None."""
-        found = huggingface_hub.try_to_load_from_cache(
+        path = huggingface_hub.try_to_load_from_cache(
             self._wanted.repository, key, cache_dir=_cache(), revision=self._wanted.revision
         )
-        return found if isinstance(found, str) else None
+        return path if isinstance(path, str) else None
 
     def open_again(self, key: str, size: int) -> OpenedFile | None:
         if key not in self._sizes:

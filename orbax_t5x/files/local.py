@@ -177,8 +177,8 @@ class LocalFiles(Root, Files):
         return {"driver": "file", "path": self.locate(name) if name else self.path}
 
     def entries(self, name: str) -> dict[str, bool]:
-        found = list_directory(self.locate(name) if name else self.path)
-        return {entry: there.is_dir(follow_symlinks=False) for entry, there in found.items()}
+        entries = list_directory(self.locate(name) if name else self.path)
+        return {entry_name: entry.is_dir(follow_symlinks=False) for entry_name, entry in entries.items()}
 
     def require_plain(self, name: str, *, leaf: str | None = None) -> None:
         check_tree(self, name, leaf=leaf)

@@ -15,6 +15,8 @@ _PAYLOADS = re.compile(
 )
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _UNSAFE_KEY = re.compile(r"Invalid key: |Invalid file path: ")
+# In the details below the first line.
+_CAUSE = re.compile(r'^ *(?:error|message): "([^"\n]*)"', re.MULTILINE)
 _BAD_RANGE = re.compile(r"416 Range Not Satisfiable|InvalidRange")
 
 
@@ -48,10 +50,17 @@ def parse_error(error: BaseException) -> NativeError:
 
 
 def is_bad_range(error: BaseException) -> bool:
-    """Tests if obstore's error is the answer to a range behind the end of a file."""
+    """Returns True if obstore's error is the answer to a range behind the end of a file."""
     return _BAD_RANGE.search(str(error)) is not None
 
 
 def is_denied(error: BaseException) -> bool:
-    """Tests if obstore's error is a refusal, for which it has no type where it retried."""
+    """Returns True if obstore's error is a status 403, for which it has no type where it retried."""
     return "403 Forbidden" in str(error)
+
+
+def store_reason(error: BaseException) -> str:
+    """Returns the first line of obstore's text, with the cause of a failed connection."""
+    line, _, details = str(error).partition("\n")
+    causes = _CAUSE.findall(details)
+    return line.rstrip(" :") + (f": {causes[-1]}" if causes else "")

@@ -67,7 +67,7 @@ def whole_url(path: str) -> str | None:
 
 
 def is_hub_blob(path: str) -> bool:
-    """Tests if a resolved path is a blob of the hub's cache."""
+    """Returns True if a resolved path is a blob of the hub's cache."""
     return _HUB_BLOB.fullmatch(path) is not None
 
 
@@ -159,15 +159,15 @@ class Root:
         path = self.path
         parts = split_name(name, path=path, leaf=leaf)
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
             for part in parts:
                 path = os.path.join(path, part)
-                found = os.lstat(path)
-                if stat.S_ISLNK(found.st_mode):
+                status = os.lstat(path)
+                if stat.S_ISLNK(status.st_mode):
                     return self._follow(name, leaf)
         except OSError as error:
             raise _os_error(error, self.join(name), leaf) from error
-        return path, found
+        return path, status
 
     def _follow(self, name: str, leaf: str | None) -> tuple[str, os.stat_result]:
         """Resolves a name with a symlink on its way."""
@@ -185,7 +185,7 @@ class Root:
             raise
 
     def _is_own_blob(self, resolved: str) -> bool:
-        """Tests if a path is a blob of the hub cache that the root is a snapshot of."""
+        """Returns True if a path is a blob of the hub cache that the root is a snapshot of."""
         blob, snapshot = _HUB_BLOB.fullmatch(resolved), _HUB_SNAPSHOT.fullmatch(self.path)
         return blob is not None and snapshot is not None and blob["cache"] == snapshot["cache"]
 
@@ -194,17 +194,17 @@ class Root:
         path, _ = self.resolve(name, leaf=leaf)
         try:
             opened = Descriptor(path, FILE_FLAGS)
-            found = os.fstat(opened.number)
+            status = os.fstat(opened.number)
         except OSError as error:
             raise _os_error(error, path, leaf) from error
-        require_regular(found, path, leaf)
-        return opened, found
+        require_regular(status, path, leaf)
+        return opened, status
 
     def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
         """Returns the stat of the file that `open` would open."""
-        path, found = self.resolve(name, leaf=leaf)
-        require_regular(found, path, leaf)
-        return found
+        path, status = self.resolve(name, leaf=leaf)
+        require_regular(status, path, leaf)
+        return status
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
         """Returns the resolved path of an existing name in the root."""
@@ -220,8 +220,8 @@ _KINDS = {
 }
 
 
-def require_regular(found: os.stat_result, path: str, leaf: str | None) -> None:
+def require_regular(status: os.stat_result, path: str, leaf: str | None) -> None:
     """Refuses a FIFO, a socket, a device or a directory."""
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "of an unknown kind")
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")
         raise CorruptCheckpointError(f"{kind}, not a regular file", path=path, leaf=leaf)

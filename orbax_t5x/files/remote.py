@@ -38,7 +38,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.files.interface import ArrayDirectory, Files, Look, Snapshot, Subdirectories
 from orbax_t5x.files.limits import Limits
-from orbax_t5x.files.native_errors import is_bad_range, is_denied
+from orbax_t5x.files.native_errors import is_bad_range, is_denied, store_reason
 from orbax_t5x.files.paths import split_name
 from orbax_t5x.files.places import FILE_SUFFIXES, StoreUrl, current_opening, split_url
 from orbax_t5x.files.windows import MAX_GAP_BYTES, held_bytes
@@ -141,12 +141,12 @@ class RemoteStore:
         """Reads the first bytes of a file with a new request."""
         try:
             try:
-                found = obstore.get(self._store, self.place(key), options={"range": (0, size)})
+                response = obstore.get(self._store, self.place(key), options={"range": (0, size)})
             except BaseError as error:
                 if not is_bad_range(error):
                     raise
-                found = obstore.get(self._store, self.place(key))  # an empty file has no range
-            data = bytes(found.bytes())
+                response = obstore.get(self._store, self.place(key))  # an empty file has no range
+            data = bytes(response.bytes())
         except FileNotFoundError:
             return None
         except (PermissionDeniedError, UnauthenticatedError) as error:
@@ -160,7 +160,7 @@ class RemoteStore:
             raise UnsupportedCheckpointError(message, path=self.url(key)) from None
         except (BaseError, OSError) as error:
             raise store_error(error, "opening it", path=self.url(key)) from None
-        meta = found.meta
+        meta = response.meta
         return OpenedFile(meta["size"], meta["e_tag"] or str(meta["last_modified"]), data)
 
     def list(self, directory: str) -> Listing:
@@ -171,12 +171,12 @@ class RemoteStore:
 
     def _list(self, directory: str) -> Listing:
         try:
-            found = obstore.list_with_delimiter(self._store, directory or None)  # pyright: ignore[reportUnknownMemberType]
+            level = obstore.list_with_delimiter(self._store, directory or None)  # pyright: ignore[reportUnknownMemberType]
         except (BaseError, OSError) as error:
             raise store_error(error, "listing it", path=self.url(directory)) from None
         start = len(directory) + 1 if directory else 0
-        names = (found_object["path"][start:] for found_object in found["objects"])
-        directories = (prefix[start:].rstrip("/") for prefix in found["common_prefixes"])
+        names = (meta["path"][start:] for meta in level["objects"])
+        directories = (prefix[start:].rstrip("/") for prefix in level["common_prefixes"])
         return Listing(frozenset(filter(None, names)), frozenset(filter(None, directories)))
 
     def is_listed(self, directory: str) -> bool:
@@ -192,7 +192,7 @@ class RemoteStore:
         starts, stops = zip(*ranges, strict=True)
         path = self.url(key)
         try:
-            found = obstore.get_ranges(
+            pieces = obstore.get_ranges(
                 self._store, self.place(key), starts=starts, ends=stops, coalesce=MAX_GAP_BYTES - 1
             )
         except FileNotFoundError:
@@ -207,10 +207,10 @@ class RemoteStore:
             if type(error).__name__ != "PanicException":
                 raise
             raise CorruptCheckpointError(f"ends before byte {max(stops)}", path=path, leaf=leaf) from None
-        for data, start, stop in zip(found, starts, stops, strict=True):
+        for data, start, stop in zip(pieces, starts, stops, strict=True):
             if len(data) != stop - start:
                 raise CorruptCheckpointError(f"ends before byte {stop}", path=path, leaf=leaf)
-        return [memoryview(data) for data in found]
+        return [memoryview(data) for data in pieces]
 
     def kvstore(self, root: str, metadata: str) -> dict[str, Any] | None:
         """Returns TensorStore's spec of a directory, or None if TensorStore cannot read it.
@@ -219,10 +219,10 @@ class RemoteStore:
         """
         if self.can_list:
             return {**self._kvstore, "path": f"{root}/" if root else ""}
-        found = _redirected(self.url(""), f"{root}/{metadata}" if root else metadata)
-        if not found.endswith(f"/{urllib.parse.quote(metadata)}"):
+        url = _redirected(self.url(""), f"{root}/{metadata}" if root else metadata)
+        if not url.endswith(f"/{urllib.parse.quote(metadata)}"):
             return None
-        server = urllib.parse.urlsplit(found.removesuffix(urllib.parse.quote(metadata)))
+        server = urllib.parse.urlsplit(url.removesuffix(urllib.parse.quote(metadata)))
         base = urllib.parse.urlunsplit((server.scheme, server.netloc, "", "", ""))
         return {"driver": "http", "base_url": base, "path": urllib.parse.unquote(server.path)}
 
@@ -230,12 +230,20 @@ class RemoteStore:
         """Fetches files of a directory whole, and returns the local directory that holds them."""
         return _fetched_directory(self, directory, names)
 
-    def stream(self, key: str) -> Iterable[Any] | None:
-        """Returns the bytes of a file in pieces, or None if it is missing."""
+    def copy(self, key: str, path: str) -> int:
+        """Writes a whole file to a local path, in pieces; returns its size.
+
+        Raises:
+          CheckpointGoneError: The file is missing.
+          CheckpointIOError: The store or the disk failed.
+        """
         try:
-            return obstore.get(self._store, self.place(key)).stream(min_chunk_size=_BATCH_BYTES)
+            with open(path, "wb") as file:
+                for piece in obstore.get(self._store, self.place(key)).stream(min_chunk_size=_BATCH_BYTES):
+                    file.write(piece)
+                return file.tell()
         except FileNotFoundError:
-            return None
+            raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.url(key)) from None
         except (BaseError, OSError) as error:
             raise store_error(error, "fetching it", path=self.url(key)) from None
 
@@ -259,7 +267,7 @@ class RemoteStore:
         """Lists the keys of all objects under a directory."""
         try:
             pages = obstore.list(self._store, directory)  # pyright: ignore[reportUnknownMemberType]
-            return [found_object["path"] for page in pages for found_object in page]
+            return [meta["path"] for page in pages for meta in page]
         except (BaseError, OSError) as error:
             raise store_error(error, "listing it", path=self.url(directory)) from None
 
@@ -360,8 +368,8 @@ def _redirected(base: str, key: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first line of obstore's text, without secrets of URLs."""
-    return masked(str(error).partition("\n")[0].rstrip(" :"))
+    """Returns the reason of obstore's error, without secrets of URLs."""
+    return masked(store_reason(error))
 
 
 def store_error(error: BaseException, doing: str, *, path: str, leaf: str | None = None) -> CheckpointError:
@@ -438,11 +446,11 @@ class RemoteFile:
         self.require_open()
         if self._store.is_fixed:
             return
-        found = self._store.open_again(self._key, 1)
-        if found is None:
+        current = self._store.open_again(self._key, 1)
+        if current is None:
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf)
-        if (found.size, found.mark) != (self.size, self._opened.mark):
-            before, after = (f"{one.size} bytes, ETag {one.mark}" for one in (self._opened, found))
+        if (current.size, current.mark) != (self.size, self._opened.mark):
+            before, after = (f"{file.size} bytes, ETag {file.mark}" for file in (self._opened, current))
             message = f"changed after the checkpoint was opened: it was {before}, and is {after}"
             raise CheckpointGoneError(message, path=self.path, leaf=leaf)
 
@@ -477,20 +485,20 @@ class RangesAhead:
     def _fetch(self, leaf: str | None) -> None:
         """Fetches the next ranges together, or the next part of a large one."""
         batch: list[tuple[int, int]] = []
-        left = _BATCH_BYTES
-        while left and len(batch) < _BATCH_RANGES:
+        room = _BATCH_BYTES
+        while room and len(batch) < _BATCH_RANGES:
             following = self._rest or next(self._ranges, None)
             self._rest = None
             if following is None:
                 break
             offset, size = following
-            if size > left and batch:
+            if size > room and batch:
                 self._rest = following
                 break
-            count = min(size, left)
+            count = min(size, room)
             if count:
                 batch.append((offset, count))
-            left -= count
+            room -= count
             if count < size:
                 self._rest = offset + count, size - count
         self._fetched.extend(self._file.fetch(batch, leaf))
@@ -558,11 +566,10 @@ class RemoteFiles(Files):
         if self.can_list:
             listing = self.store.list(self._parsed.key)
             return sorted(listing.files | listing.directories)
-        known: list[str] = []
         for names in (_MARKS, _MODEL_FILES):
-            if not known:
-                known = [name for name, exists in zip(names, self.has_files(names), strict=True) if exists]
-        return sorted(known)
+            if existing := [name for name, exists in zip(names, self.has_files(names), strict=True) if exists]:
+                return sorted(existing)
+        return []
 
     def subdirectories(self) -> Subdirectories:
         if not self.can_list:

@@ -117,7 +117,7 @@ def _steps_in(root: Files) -> list[Step]:
 
 
 def _is_finished(root: Files, steps: list[Step], index: int) -> bool:
-    """Tests for the file that Orbax writes last; see `readers.orbax.steps.finished_steps`."""
+    """Returns True if the file is there that Orbax writes last; see `readers.orbax.steps.finished_steps`."""
     name = steps[index].name
     if root.has_file(f"{name}/{COMMIT_FILE}") or not root.has_file(f"{name}/{STEP_METADATA_FILE}"):
         return True

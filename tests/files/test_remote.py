@@ -22,6 +22,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.files import remote
+from orbax_t5x.files.fetched import fetched_directory
 from tests.support.format_suites import write_t5x
 from tests.support.http_store import HttpStore, Request, serving
 
@@ -293,6 +294,24 @@ def test_files_that_are_redirected_one_by_one_are_fetched_whole_once(item, store
         caplog.clear()
         jax.tree.map(np.testing.assert_array_equal, ot.restore(f"{store.url}/checkpoint_1", None), expected)
         assert "fetched whole" not in caplog.text, "the files are there"
+
+
+def test_a_file_that_changes_while_it_is_fetched_is_gone(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store.files["item/a"], store.files["item/b"] = bytes(100), bytes(200_000)
+
+    def cut(request):
+        if request.range is None:
+            store.files["item/b"] = bytes(150_000)
+
+    files = remote.RemoteStore(store.url)
+    directory = fetched_directory(files, "item", ["a", "c"])
+    assert (tmp_path / directory / "a").read_bytes() == bytes(100)
+    store.fault = cut
+    with pytest.raises(CheckpointGoneError, match="it had 200000 bytes, and 150000 came") as caught:
+        fetched_directory(files, "item", ["a", "b"])
+    assert caught.value.path == f"{store.url}/item/b"
+    assert not [path for path in tmp_path.rglob("b") if path.is_file()]
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "w/.zarray"])
